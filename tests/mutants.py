@@ -50,6 +50,8 @@ MUTANTS = [
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
+    ("runtime/steps/steps.py", "names if without_graph else names & self.code.owned_inputs",
+     "names", f"{DELAYED} -k in_place"),
     ("tools/engine/overlap.py", "step.done.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",

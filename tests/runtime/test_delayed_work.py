@@ -108,11 +108,12 @@ class Scene:
 def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
     scenes = []
 
-    def make(mode: GraphMode, **options: Any) -> Scene:
+    def make(mode: GraphMode, shadow: Any = None, **options: Any) -> Scene:
         torch.manual_seed(1)
         model, kv = Model(), torch.rand(SLOTS, HIDDEN)
         ids = torch.arange(MAX_TOKENS)
         config, traced = compiled
+        config = config if shadow is None else config.changed(shadow=shadow)
         prepared = prepare_on_replay(
             bind(traced.plan, traced.pieces, model, from_bundle=False),
             config,
@@ -316,8 +317,19 @@ def rewrite_after(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
     scene.prepared.backend.synchronize()
 
 
+def release(scene: Scene) -> None:
+    scene.prepared.release()
+
+
+def evict(scene: Scene) -> None:
+    scene.prepared._graphs.capturer.captures.evict(scene.decide().graph_index)
+
+
+@pytest.mark.parametrize("free", [release, evict])
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
-def test_a_result_that_was_kept_is_found(make_scene: Callable[..., Scene], mode: GraphMode) -> None:
+def test_a_result_that_was_kept_is_found(
+    make_scene: Callable[..., Scene], mode: GraphMode, free: Callable[[Scene], None]
+) -> None:
     """Of the step before, and of a graph that was freed; also a view of it."""
     scene = make_scene(mode, delay=True, fail_on_early_writes=True)
     kept, now = scene.step(), scene.step()
@@ -325,7 +337,7 @@ def test_a_result_that_was_kept_is_found(make_scene: Callable[..., Scene], mode:
         with pytest.raises(ResultOverwritten, match=r"step 1 .* after step 2 .*test_delayed_work"):
             read()
     copied = now.clone()
-    scene.prepared.release()
+    free(scene)
     with pytest.raises(ResultOverwritten, match="the release of its graph"):
         now.tolist()
     assert copied.tolist()
@@ -342,13 +354,6 @@ def test_graphs_change_between_steps_in_flight(
         scene.model.embedding.data = scene.model.embedding.data * 2
         assert scene.prepared.refresh()
 
-    def evict(scene: Scene) -> None:
-        captures = scene.prepared._graphs.capturer.captures
-        captures.evict(scene.decide().graph_index)
-
-    def release(scene: Scene) -> None:
-        scene.prepared.release()
-
     def capture(scene: Scene) -> None:
         scene.prepared.capture(lambda *facts: Metadata(scene.metadata.table * 0))
 
@@ -364,6 +369,33 @@ def test_graphs_change_between_steps_in_flight(
         results.append([scene.step().clone(), *found])
     assert all(map(torch.equal, *results))
     assert torch.equal(plain.kv, late.kv)
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_inputs_that_a_step_reads_in_place_are_named(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    """All of them without a graph; else those that the engine owns."""
+    scene, every = make_scene(mode), {"ids", "loras", "x"}
+    graph = mode is not GraphMode.NONE
+    assert scene.prepared.reads_in_place(scene.decide()) == ({"ids"} if graph else every)
+    scene.prepared.release()
+    assert scene.prepared.reads_in_place(scene.decide()) == every
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_delayed_steps_are_proved_like_others(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    plain = make_scene(mode)
+    late = make_scene(mode, {"every": 2, "share": 1.0}, delay=True, fail_on_early_writes=True)
+    results = [[scene.step().clone() for _ in range(4)] for scene in (plain, late)]
+    assert all(map(torch.equal, *results))
+    assert torch.equal(plain.kv, late.kv)
+    facts = late.prepared.report()["shadow"]
+    assert sum(each["count"] for each in facts["proved"]) == 2
+    assert facts["wrong"] == []
+    assert facts["stopped"] is None
 
 
 ON_DEVICE = [inputs, metadata, tables, sampled_tokens, kv_freed_and_reused, lora_indices,

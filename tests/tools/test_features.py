@@ -137,7 +137,9 @@ ALL = {"lora": 2, "speculate": 2}
 @pytest.mark.parametrize(
     ("size", "features"),
     [
-        (2, {}),
+        (2, {"overlap": True}),
+        pytest.param(2, {}, marks=pytest.mark.heavy),
+        pytest.param(2, {**ALL, "overlap": True}, marks=pytest.mark.heavy),
         pytest.param(2, ALL, marks=pytest.mark.heavy),
         pytest.param(4, {}, marks=pytest.mark.heavy),
         pytest.param(4, {**ALL, "strategy": "lazy"}, marks=pytest.mark.heavy),

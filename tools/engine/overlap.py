@@ -41,6 +41,8 @@ class OverlappingEngine(Engine):
     """Serves like `Engine` and gives the same tokens."""
 
     _in_flight: InFlight | None = None
+    _any_requests = True
+    """Whether some rank has requests: else the last steps end and none is started."""
 
     def step(self) -> list[Request]:
         """Start a step, then end the one before it; returns the requests that one completed."""
@@ -48,7 +50,7 @@ class OverlappingEngine(Engine):
         before, now, completed = self._in_flight, None, list[Request]()
         if before is not None and before.completed is None:
             completed, before = self._end(before), None
-        if self.ranks is not None or not self.scheduler.idle:
+        if self._any_requests and (self.ranks is not None or not self.scheduler.idle):
             now = self._start(before)
         if before is not None:
             completed = self._end(before)
@@ -86,4 +88,5 @@ class OverlappingEngine(Engine):
         return InFlight(schedule, decision, tokens, places, None, done)
 
     def _work_left(self, here: bool) -> bool:
-        return super()._work_left(here or self._in_flight is not None)
+        self._any_requests = super()._work_left(here)
+        return self._any_requests or self._in_flight is not None
