@@ -249,16 +249,19 @@ class _Bench:
         requests alone in the dtype of the model."""
         for full_order in orders:
             order, results = self._results(routes, full_order)
-            for place, (index, result) in enumerate(zip(order, results, strict=False)):
-                if index < 0:
-                    continue
-                errors = row_errors(result, self.alone[index])
-                limits = torch.full_like(errors, TOLERANCE)
-                if alone is not None:
-                    limits = row_limits(errors, alone[index], self.model.dtype)
-                if (wrong := (~(errors <= limits)).nonzero()).numel():
+            places = [place for place, index in enumerate(order) if index >= 0]
+            known = [order[place] for place in places]
+            pairs = zip(places, known, strict=True)
+            errors = [row_errors(results[place], self.alone[index]) for place, index in pairs]
+            limits = torch.full_like(torch.cat(errors), TOLERANCE)
+            if alone is not None:  # of all requests together: single ones have few rows
+                best = torch.cat([alone[index] for index in known])
+                limits = row_limits(torch.cat(errors), best, self.model.dtype)
+            parts = torch.split(limits, [len(rows) for rows in errors])
+            for place, rows, limit in zip(places, errors, parts, strict=True):
+                if (wrong := (~(rows <= limit)).nonzero()).numel():
                     row = int(wrong[0])
-                    return Different(order, place, row, float(errors[row]), float(limits[row]))
+                    return Different(order, place, row, float(rows[row]), float(limit[row]))
         return None
 
     def _results(self, routes: Routes, order: Order) -> tuple[Order, list[Tensor]]:
