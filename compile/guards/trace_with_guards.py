@@ -134,6 +134,7 @@ def _split(request: CompileRequest) -> list[GuardedTrace]:
     limits = request.config.limits(TOKENS)
     remaining, traces = [limits], list[GuardedTrace]()
     while remaining:
+        request.checkpoint()
         low, high = remaining.pop()
         guarded, failed = _around_example(_sized(request, low, high))
         traces.append(guarded)

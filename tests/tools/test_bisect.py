@@ -155,6 +155,14 @@ def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(case, found, wr
     assert "\n" not in line
 
 
+def test_a_wrong_pass_is_found_in_the_interval_of_the_step(case, found, wrong_pass):
+    """The pieces of another trace are others, and the activation is in one of them."""
+    it = case(models.Chooses(), sizes=(8, 3), compiler=wrong_pass, tracing={"guards": "split"})
+    finding, _ = found(it)
+    assert (finding.stage, finding.step, finding.piece) == ("compiler", 1, 1)
+    assert finding.operator.startswith("relu (faulty_models.py:")
+
+
 def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registered):
     """What a bare allocation holds is no result: it cannot be wrong or be the cause."""
     finding, line = found(case(compiler=registered(models.WrongOnce(times=2))))
