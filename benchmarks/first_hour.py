@@ -131,14 +131,15 @@ def run_step(step: Step) -> dict[str, Any]:
 
 
 def read_result(output: str) -> Any:
-    """JSON if the output is JSON or ends in it, else the last line of text."""
+    """JSON if the output is JSON or ends in it, else the summary of pytest or the last line."""
     lines = [line for line in output.splitlines() if line.strip()]
     for text in (output, lines[-1] if lines else ""):
         try:
             return json.loads(text)
         except ValueError:
             continue
-    return re.sub(r"^=+ | =+$", "", lines[-1]).strip() if lines else ""
+    summaries = [line for line in lines if re.search(r"\d (passed|failed|skipped).* in \d", line)]
+    return re.sub(r"^=+ | =+$", "", [*lines, *summaries][-1]).strip() if lines else ""
 
 
 def write(out: Path, record: dict[str, Any]) -> None:

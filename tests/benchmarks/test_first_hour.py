@@ -42,6 +42,7 @@ def test_the_summary_of_pytest_is_a_result() -> None:
     assert (
         read_result("....\n== 5 passed, 3 skipped in 0.52s ==\n") == "5 passed, 3 skipped in 0.52s"
     )
+    assert read_result("5 passed in 1.00s\nnanobind: leaked 4 instances!\n") == "5 passed in 1.00s"
     assert read_result("") == ""
 
 
