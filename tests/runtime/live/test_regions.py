@@ -23,6 +23,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import WorkAfterSeal
+from piecegraph.torch_compat.basics.tensors import LightDispatchMode
 
 from ..conftest import strict_backend
 
@@ -125,6 +126,26 @@ def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_trace
     assert {"activation", "normed"} < {each["function"] for each in report["regions"]}
     assert {each["where"].rpartition(":")[0] for each in report["regions"]} == {__file__}
     assert report["counters"]["dynamo_traces"] == captured
+
+
+class Watching(LightDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_handler_of_a_mode_is_not_traced() -> None:
+    """Dynamo leaves a region that is called under a dispatch mode, but not what it calls."""
+    traced: list[str] = []
+    hook = torch._dynamo.convert_frame.register_bytecode_hook(
+        lambda code, compiled: traced.append(code.co_name)
+    )
+    region = torch.compile(lambda x: x * 2, backend="eager")
+    try:
+        with Watching():
+            region(torch.rand(3, 4))
+    finally:
+        hook.remove()
+    assert traced == []
 
 
 def test_a_region_that_is_compiled_after_the_seal_is_an_error_that_names_it() -> None:
