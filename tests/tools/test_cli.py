@@ -13,7 +13,14 @@ from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import declared_options, flag_of
 from piecegraph.tools.serve.trace import EXCERPT
 
+from .conftest import LIBRARY_REPORT
+
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
+
+
+def test_run_ends_with_1_after_a_stale_bundle(library, monkeypatch):
+    monkeypatch.setitem(LIBRARY_REPORT["cache"], "verified", False)
+    assert main([*QUICK, "--verify", "none"]) == 1
 
 
 def test_run_serves_verifies_and_reports(library, capsys):
