@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, GraphMode, PreparedModel, prepare
+from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.backends import registry
 from piecegraph.dispatch import Reason
@@ -234,3 +234,26 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(
     assert any("In the code of bundle" in note for note in caught.value.__notes__)
     (failed,) = served.records.of(BundleFailed)
     assert failed.reason.startswith("piece 2 failed when it ran")
+
+
+@pytest.mark.heavy
+def test_libraries_ahead_of_time_serve_all_intervals(tmp_path: Path) -> None:
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() * 2 if x.shape[0] <= 8 else x.sin() * 3
+
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=32,
+        graph_mode="NONE",
+        tracing={"guards": "split"},
+        cache_dir=tmp_path,
+    )
+    model = Small()
+    assert compile_ahead(model, config)
+    served = prepare(model, config)
+    assert served.report()["cache"]["hit"]
+    assert served.report()["counters"]["dynamo_traces"] == 0
+    for size in (1, 8, 9, 32):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(served(x, batch=Batch(size, 1)), model(x))
