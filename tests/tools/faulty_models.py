@@ -362,18 +362,10 @@ def on_host(x):
     return torch.ops.faulty.on_host(x) * 2
 
 
-def swap_halves(graph):
-    """A user's pass that exchanges what an op writes to."""
-    for node in graph.nodes:
-        if "divided" in str(node):
-            x, low, high = node.args
-            node.args = (x, high, low)
-
-
 def swapped_writes(graph):
-    """The same where writes are functional: what is taken of the op's results."""
+    """A user's pass that exchanges what an op writes to; its results are functional here."""
     for node in graph.nodes:
-        if "divided" in str(node.args[:1]) and "getitem" in str(node.target):
+        if "getitem" in str(node.target) and "divided" in str(node.args[0].args[:1]):
             node.args = (node.args[0], {1: 2, 2: 1}.get(node.args[1], node.args[1]))
 
 

@@ -95,11 +95,15 @@ def test_idle_time_is_skipped_and_arrivals_are_waited_for(make_world, make_reque
     world = make_world()
     requests = make_requests((3, 2), (3, 2))
     requests[1].arrival = 3600.0
+    idle = []
+    world.prepared.shadow_idle = lambda: idle.append(world.clock.now())
     for _ in world.engine.serve(requests):
         pass
     times = world.engine.log.token_times
     assert times[0][0] < 60
     assert 3600 <= times[1][0] < 3660
+    (moment,) = idle
+    assert moment < 3600
 
 
 def test_failure_12_metadata_keeps_its_addresses(make_world, make_requests):

@@ -145,6 +145,10 @@ class PieceSearch:
 
         if not nodes or not is_wrong(len(nodes), passes):
             return None, None, "compiled by itself it is right"
+        computed = _NodeValues(piece.graph, values).values
+        for node in nodes:
+            if (form := _unlike_its_fake(computed.get(node), node)) is not None:
+                return described(node), None, form
         needed = _first(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
         used = passes[:needed]
         count = _first(len(nodes), lambda count: is_wrong(count, used))
@@ -294,6 +298,19 @@ class _NodeValues(Interpreter):
         value = super().run_node(n)
         self.values[n] = tree_map_only(Tensor, torch.Tensor.clone, value)
         return value
+
+
+def _unlike_its_fake(value: Any, node: Node) -> str | None:
+    """How a result differs from what the operator's fake gave, on which compiled code relies."""
+    fake = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or not isinstance(fake, Tensor):
+        return None
+    sizes = zip(value.shape, fake.shape, strict=False)
+    same_sizes = all(one == other for one, other in sizes if isinstance(other, int))
+    if value.dtype is fake.dtype and value.dim() == fake.dim() and same_sizes:
+        return None
+    one, other = (f"{each.dtype} {tuple(each.shape)}" for each in (value, fake))
+    return f"its result is {one}, and its fake says {other}"
 
 
 def _padded(values: list[Any], size: int, padded: int, fill: int) -> list[Any]:

@@ -54,12 +54,13 @@ class Engine:
         """Serve requests in the order of their arrival; yields after each step what it completed.
 
         Arrivals count from the first step: startup is not part of a request's waiting time. Time
-        in which nothing runs and nothing has arrived yet is skipped.
+        in which nothing runs and nothing has arrived yet is skipped; it is used for shadow steps.
         """
         self.clock.start()
         arriving = deque(requests)
         while self._work_left(bool(arriving) or not self.scheduler.idle):
-            if arriving and self.scheduler.idle:
+            if arriving and self.scheduler.idle and arriving[0].arrival > self.clock.now():
+                self.prepared.shadow_idle()
                 self.clock.skip_to(arriving[0].arrival)
             while arriving and arriving[0].arrival <= self.clock.now():
                 self.scheduler.add(arriving.popleft())
