@@ -245,7 +245,9 @@ def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
     """A decoder under a compiler whose code runs on `spoiled(arguments)`, every step proved."""
 
     def prepare_decoder(
-        spoiled: Callable[[list[Any]], list[Any]] = list, **settings: Any
+        spoiled: Callable[[list[Any]], list[Any]] = list,
+        model: torch.nn.Module | None = None,
+        **settings: Any,
     ) -> PreparedModel:
         def compiler(graph: Any, inputs: Any) -> Callable[..., Any]:
             return lambda *args: graph(*spoiled(list(args)))
@@ -258,7 +260,7 @@ def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
             attention={"support": 3}, compiler="planted", cache=False,
             steps={"padding": {"slots": DUMP}}, shadow=EACH,
         )  # fmt: skip
-        prepared = prepare(Decoder(), config.changed(**settings))
+        prepared = prepare(model or Decoder(), config.changed(**settings))
         prepared.capture()
         return prepared
 
@@ -337,6 +339,38 @@ def test_a_waiting_step_is_compared_with_what_it_wrote_itself(
     lost.compiled.model.kv[:3] = 5.0  # a later step, which wrote
     lost.shadow_idle()
     assert len(lost.records.of(WrongStep)) == 1
+
+
+class Restless(Decoder):
+    """Gives another result each time, as long as `warms_up`."""
+
+    warms_up = True
+    calls = 0
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, slots) + (self.calls if self.warms_up else 0)
+
+
+@pytest.mark.parametrize("warm_up", [3, 12])
+def test_steps_that_cannot_be_compared_in_the_beginning(
+    prepare_decoder: Callable[..., PreparedModel], warm_up: int
+) -> None:
+    prepared = prepare_decoder(model=Restless(), compile=False)
+    for _ in range(warm_up):
+        decode(prepared)
+    prepared.compiled.model.warms_up = False  # type: ignore[assignment]
+    prepared.release()
+    prepared.capture()
+    decode(prepared)
+    facts = prepared.report()["shadow"]
+    assert facts["wrong"] == []
+    if warm_up == 3:
+        assert facts["stopped"] is None
+        assert [row["count"] for row in facts["proved"]] == [1]
+    else:
+        assert facts["stopped"].startswith(Stopped.UNSTEADY)
+        assert facts["proved"] == []
 
 
 def test_one_wrong_graph_is_out_of_service_alone(
