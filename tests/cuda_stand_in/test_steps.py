@@ -54,4 +54,4 @@ def test_metadata_is_uploaded_without_waiting(stand_in: StandIn, seed: int) -> N
     slots = list(blocks.slots(0, 0, 8))
     for (slot_mapping, seq_lens), context in ((first, 2), (second, 5)):
         assert slot_mapping.cpu().tolist() == [slots[context], 0, 0, 0]
-        assert seq_lens.cpu().tolist() == [context + 1, 0, 0, 0]
+        assert seq_lens.cpu().tolist() == [context + 1, 0, 0, 0, 0]  # the last one owns padding

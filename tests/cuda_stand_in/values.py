@@ -81,7 +81,7 @@ class Address:
         """A CPU tensor on the same memory, which it does not own."""
         cpu = torch.device("cpu")
         memory = torch._C._construct_storage_from_data_pointer(self.start, cpu, self.num_bytes)
-        return torch.empty(0, dtype=self.dtype).set_(memory, *self.view)
+        return torch.empty(0, dtype=self.dtype, device=cpu).set_(memory, *self.view)
 
 
 def launch_argument(value: Any) -> Any:
