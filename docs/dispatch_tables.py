@@ -29,9 +29,7 @@ FEATURES = (
     ("--lora", "4"),
     ("--speculate", "3"),
     ("--lora", "4", "--speculate", "3"),
-    ("--buckets", "exponential"),
-    ("--buckets", "linear"),
-    ("--buckets", "padding-aware"),
+    ("--buckets",),
 )
 
 

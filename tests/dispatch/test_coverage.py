@@ -16,8 +16,7 @@ from piecegraph.dispatch import (
     find_holes,
 )
 from piecegraph.errors import InvalidSetting, NoBuckets
-from piecegraph.tools.engine.bucket_ranges import BucketStrategy
-from piecegraph.tools.engine.bucket_table import BucketTable, plan_buckets
+from piecegraph.tools.engine.bucket_plan import plan_buckets
 
 EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
@@ -57,7 +56,7 @@ shapes = st.builds(Bucket, st.integers(1, 6), st.integers(1, 24), st.integers(0,
 def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
     if data.draw(st.booleans()):
         try:
-            buckets = plan_buckets(phase, limits, data.draw(st.sampled_from(BucketStrategy)))
+            buckets = plan_buckets(phase, limits)
         except (InvalidSetting, NoBuckets):
             assume(False)
     else:
@@ -78,14 +77,6 @@ def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
         )
     assert find_holes(phase, limits, closed) == ()
     assert all(any(bucket.holds(each) for bucket in closed) for each in legal)
-
-
-@given(st.sampled_from(Phase), engines, st.sets(shapes, max_size=2))
-def test_the_fallback_holds_every_legal_batch(phase, limits, buckets):
-    limits = replace(limits, max_num_reqs=max(limits.max_num_reqs, limits.max_prefill_reqs))
-    table = BucketTable(buckets, limits)
-    for batch in legal_batches(phase, limits):
-        assert table.fallback(phase, *batch).holds(batch)
 
 
 def test_the_holes_of_the_worked_example_are_named_and_closed():

@@ -2,7 +2,7 @@
 
 Engines for accelerators without dynamic shapes compile and capture a bucket: a number of requests,
 a query length, and blocks of context. Prompts and decodes are separate steps. The engine pads each
-step to a bucket itself; a step without one gets a shape of a coarse grid and runs without a graph.
+step to a bucket itself; a step without one runs without a graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from ... import Batch, BatchDescriptor, Decision, RuntimeMode
 from ...dispatch import Bucket, BucketLimits, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
-from .bucket_table import BucketTable
+from .bucket_plan import cheapest
 from .engine import Engine
 from .metadata import NOBODY, BucketMetadata
 from .scheduler import Schedule, Scheduler
@@ -52,10 +52,6 @@ class Buckets:
     ) -> None:
         self.limits = limits
         self.planned = tuple(buckets)
-        self.tables = {
-            phase: BucketTable([b for b in self.planned if b.phase is phase], limits)
-            for phase in Phase
-        }
         blocks = max((self._num_blocks(bucket) for bucket in self.planned), default=1)
         rows = limits.max_num_tokens
         lengths = (rows,) * 3 + (blocks,) * 3
@@ -67,19 +63,17 @@ class Buckets:
         return dict(zip(names, self._buffers, strict=True))
 
     def find(self, schedule: Schedule) -> Bucket:
-        """The bucket of a step, or a shape of the coarse grid, or else the step's own."""
+        """The bucket of a step, or else the step's own shape."""
         size, shares = self.limits.block_size, schedule.shares
         if schedule.is_decode:
             context = sum(-(-share.context_len // size) for share in shares)
-            phase, real = Phase.DECODE, Bucket(len(shares), 1, context)
+            shape = Bucket(len(shares), 1, context)
         else:  # a query length of 1 means decode
             context = max(-(-share.start // size) for share in shares)
             query = max(2, *(share.query_len for share in shares))
-            phase, real = Phase.PROMPT, Bucket(len(shares), query, context)
-        if planned := self.tables[phase].find(*real):
-            return planned
-        coarse = self.tables[phase].fallback(phase, *real)
-        return coarse if coarse.batch * coarse.query <= self.limits.max_num_tokens else real
+            shape = Bucket(len(shares), query, context)
+        planned = (each for each in self.planned if each.phase is shape.phase)
+        return cheapest(planned, shape) or shape
 
     def fill(
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from ...cache.keys import environment
 from ...dispatch import CaptureStrategy, GraphMode
 from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
-from ..engine.bucket_ranges import BucketStrategy
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
 from .trace import EXCERPT
@@ -79,13 +78,6 @@ def parse_sizes(name: str, value: str) -> tuple[int, ...]:
             reason="it is not a list of numbers",
             expected="sizes separated by commas, such as 1,2,4,8",
         ) from None
-
-
-def bucket_source(name: str, value: str) -> str:
-    """A strategy for buckets, or a file that contains some. Raises InvalidSetting."""
-    if Path(value).is_file():
-        return value
-    return choice(name, value, [strategy.value for strategy in BucketStrategy])
 
 
 def attention_code(name: str, value: str) -> str:
@@ -311,13 +303,7 @@ class RunOptions:
     lora: int = option(
         0, "LoRA adapters that requests use, at random.", min=0, max=1024, panel="Engine"
     )
-    buckets: str | None = option(
-        None,
-        "Serve in padded buckets: exponential, linear, padding-aware, or a file of buckets.",
-        parse=bucket_source,
-        metavar="STRATEGY|FILE",
-        panel="Engine",
-    )
+    buckets: bool = option(False, "Pad each step to a planned bucket.", panel="Engine")
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     shadow: int | None = option(None, "Prove one step in N uncompiled.", metavar="N", min=1)
     off: tuple[str, ...] = option(
@@ -354,7 +340,7 @@ class RunOptions:
         """Whether Triton's kernel computes attention."""
         if self.attention is not None:
             return self.attention == "triton"
-        replaced = self.hf is not None or self.buckets is not None
+        replaced = self.hf is not None or self.buckets
         return self.device.startswith("cuda") and not replaced
 
 

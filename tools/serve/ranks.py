@@ -31,10 +31,10 @@ def of_rank(options: RunOptions) -> RunOptions:
     """
     if launched_rank() is None:
         return options
-    if options.buckets is not None:
+    if options.buckets:
         raise InvalidSetting(
             name="--buckets",
-            value=options.buckets,
+            value=True,
             reason="the engine that it starts runs no steps without requests, as ranks do",
             expected="one process",
         )

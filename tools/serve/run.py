@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +31,7 @@ from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
-from ..engine.bucket_file import read_buckets
-from ..engine.bucket_ranges import BucketStrategy
-from ..engine.bucket_table import filter_buckets, plan_buckets
+from ..engine.bucket_plan import plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
 from ..engine.engine import Engine
@@ -281,8 +278,7 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
 
 
 def plan_of(options: RunOptions, requests: Sequence[Request], device: torch.device) -> Buckets:
-    """The buckets of `--buckets`: planned by a strategy, or read from a file."""
-    assert options.buckets is not None
+    """The planned buckets of `--buckets`."""
     limits = BucketLimits(
         block_size=options.block_size,
         max_num_tokens=options.max_num_tokens,
@@ -290,14 +286,8 @@ def plan_of(options: RunOptions, requests: Sequence[Request], device: torch.devi
         max_num_reqs=options.max_num_reqs,
         max_prefill_reqs=min(BucketScheduler.max_prefill_reqs, options.max_num_reqs),
     )
-    if options.buckets in list(BucketStrategy):
-        strategy = BucketStrategy(options.buckets)
-        planned = [each for phase in Phase for each in plan_buckets(phase, limits, strategy)]
-        return Buckets(planned, limits, device)
-    lines = Path(options.buckets).read_text().splitlines()
-    return Buckets(
-        filter_buckets(read_buckets(lines, source=options.buckets), limits), limits, device
-    )
+    planned = [bucket for phase in Phase for bucket in plan_buckets(phase, limits)]
+    return Buckets(planned, limits, device)
 
 
 def draft_schedule(options: RunOptions) -> tuple[int, ...]:
