@@ -38,7 +38,7 @@ SHIPPED = (
 def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ...]:
     """The passes of the library that `chosen` or `level` enables, and then the others, in order.
 
-    `True` for another name is the entry point of that name: the fused passes, or an engine's.
+    `True` for another name is the entry point of that name, an engine's.
     A user's pass under the name of a shipped one takes its place. Raises InvalidSetting for a name
     without a pass, and for a pass that cannot be called.
     """
