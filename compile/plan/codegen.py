@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...torch_compat.basics.tensors import under_autocast
 from ..ir.ops import resolve_op
 from ..ir.plan import CallStep, PieceStep, Plan
 from ..ir.serialization import decode, refs, source
@@ -46,7 +47,7 @@ def build_step(
     for use, call in enumerate(calls):
         op = resolve_op(call.op)
         if call.autocast is not None:
-            op = _under_autocast(op, decode(call.autocast))
+            op = under_autocast(op, decode(call.autocast))
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
     text, constants = step_source(plan)
     bound.update(constants)
@@ -64,16 +65,6 @@ def failed_piece(error: BaseException) -> int | None:
             called = _PIECE.search(lines[line - 1])
             return int(called[1]) if called else None
     return None
-
-
-def _under_autocast(op: Callable[..., Any], arguments: list[Any]) -> Callable[..., Any]:
-    device, dtype, enabled, cache_enabled = arguments
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype, enabled, cache_enabled):
-            return op(*args, **kwargs)
-
-    return call
 
 
 def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:

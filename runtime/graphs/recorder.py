@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
-from ...torch_compat.basics.tensors import tree_map_only
+from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..steps.forward_context import CURRENT
@@ -138,7 +138,9 @@ class Recorder:
             return result
         self.end()
         static, targets = self._form_of(name).allocate((args, kwargs))
-        call = eager_call(name, fn, static, targets, *self.weak((args, kwargs)))
+        call = eager_call(
+            name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
+        )
         if self._session.backend.runs_python:
             self.graphs[-1].replay()
             self._run(call)

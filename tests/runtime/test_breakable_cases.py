@@ -42,6 +42,16 @@ def in_place(x: Tensor) -> Tensor:
 
 
 @break_graph
+def product(x: Tensor) -> Tensor:
+    return x @ x.T
+
+
+@break_graph
+def product_into(x: Tensor, out: Tensor) -> None:
+    out.copy_(x @ x.T)
+
+
+@break_graph
 def both(x: Tensor) -> Pair:
     return Pair(x.clamp(max=0), x.clamp(min=0))
 
@@ -75,7 +85,7 @@ class Layer(nn.Module):
 
     @break_graph
     def mix(self, x: Tensor) -> Tensor:
-        return x.cumsum(0) * self.weight.to(x.device)
+        return x.cumsum(0) * self.weight
 
     @staticmethod
     @break_graph
@@ -211,6 +221,18 @@ def under_autocast(x: Tensor) -> Tensor:
         return running(x @ x.T) @ x
 
 
+def break_under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return product(x) * 2
+
+
+def written_under_autocast(x: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], x.shape[0])
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        product_into(x, out)
+    return out + 1
+
+
 def a_bound_method(x: Tensor) -> Tensor:
     return LAYER.mix(x * 2) + 1
 
@@ -233,6 +255,7 @@ PROGRAMS: tuple[Step, ...] = (
     *(in_place_on_what_a_graph_made, result_used_twice, result_used_much_later),
     *(result_that_is_a_view, view_of_a_result, named_tuple, keywords_and_dicts, no_result),
     *(outputs_of_both_kinds, without_gradients, under_autocast, a_bound_method),
+    *(break_under_autocast, written_under_autocast),
     *(a_static_and_a_class_method, a_module, an_object_and_a_partial),
 )
 
@@ -240,6 +263,7 @@ PROGRAMS: tuple[Step, ...] = (
 @pytest.mark.parametrize("breaks", [True, False])
 @pytest.mark.parametrize("step", PROGRAMS, ids=lambda step: step.__name__)
 def test_replay_equals_the_program(rig: Any, step: Step, breaks: bool) -> None:
+    LAYER.to(rig.device)
     x = rig.rand(3, 4)
     recording = rig.record(step, x, breaks=breaks)
     for _ in range(3):

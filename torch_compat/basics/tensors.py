@@ -67,6 +67,25 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+def under_autocast(fn: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+    """`fn`, called under `torch.autocast(*arguments)`."""
+    device, dtype, enabled, cache_enabled = arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype, enabled, cache_enabled):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def under_this_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, also later called under the autocast that is active now."""
+    cache = torch.is_autocast_cache_enabled()
+    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+        fn = under_autocast(fn, (device, torch.get_autocast_dtype(device), True, cache))
+    return fn
+
+
 HOST_READS = frozenset(
     {
         *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__deepcopy__),
