@@ -13,7 +13,9 @@ from rich.console import Console
 
 import piecegraph
 from piecegraph import Delayed, Events
+from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.report.output import outputs
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import _saying_what_is_kept
 from piecegraph.tools.serve.trace import EXCERPT
@@ -162,10 +164,9 @@ def test_sizes_beyond_the_limit_are_refused_before_anything_runs(library, capsys
     assert captured.err.count("\n") == 1
 
 
-def test_a_plot_has_a_known_suffix(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert main(["sizes", "fit", str(EXCERPT), "--plot", str(tmp_path / "plot.xyz")]) == 2
-    assert "a file that ends in .pdf, .png or .svg" in capsys.readouterr().err
+def test_a_plot_has_a_known_suffix(tmp_path):
+    with pytest.raises(InvalidSetting, match=r"a file that ends in \.pdf, \.png or \.svg"):
+        outputs({"--plot": tmp_path / "plot.xyz"}, plots=("--plot",))
 
 
 @pytest.mark.parametrize(

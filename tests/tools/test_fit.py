@@ -25,6 +25,7 @@ from piecegraph.tools.sizes.traffic import (
     fit_validated,
     padding_waste,
     suggest_sizes,
+    thinned,
 )
 
 
@@ -127,9 +128,9 @@ def test_every_fit_keeps_the_widest_decode_batch_and_the_largest_size():
     counts = [0] * 513
     counts[20] = 100
     for most in (3, 8, 24):
-        fitted = fit_validated(counts, counts, default=default, max_graphs=most, widest=64).fitted
+        fitted = fit_validated(counts, counts, default=default, max_graphs=most, widest=64)
         assert {64, 512} <= set(fitted)
-    assert len(fit_validated(counts, counts, default=default, max_graphs=1).fitted) == 1
+    assert len(fit_validated(counts, counts, default=default, max_graphs=1)) == 1
 
 
 def test_other_loads_are_expected():
@@ -155,19 +156,16 @@ def test_a_load_counts_by_its_share_of_padding_and_not_by_its_rows():
 def test_a_fit_replaces_the_default_where_it_is_better():
     counts = [0] * 65
     counts[20] = counts[40] = 100
-    result = fit_validated(counts, counts, default=(1, 8, 32, 64), max_graphs=8)
-    assert not result.kept_default
-    assert len(result.sizes) <= 8
-    assert result.waste.share < result.default_waste.share
+    default = (1, 8, 32, 64)
+    sizes = fit_validated(counts, counts, default=default, max_graphs=8)
+    assert len(sizes) <= 8
+    assert padding_waste(counts, sizes).share < padding_waste(counts, default).share
 
 
 def test_the_default_is_kept_where_the_fit_does_not_beat_it():
     counts, held_out = [0] * 65, [0] * 65
     counts[60], held_out[5] = 100, 100
-    result = fit_validated(counts, held_out, default=(8, 64), max_graphs=2, drift=0.1)
-    assert result.kept_default
-    assert result.sizes == (8, 64)
-    assert result.waste == result.default_waste
+    assert fit_validated(counts, held_out, default=(8, 64), max_graphs=2, drift=0.1) == (8, 64)
 
 
 def test_better_sizes_are_suggested_and_not_again():
@@ -175,10 +173,10 @@ def test_better_sizes_are_suggested_and_not_again():
     counts[21] = 1000
     default = (8, 16, 32, 64)
     found = suggest_sizes(default, counts)
-    assert len(found.sizes) <= len(default)
-    assert min(size for size in found.sizes if size >= 21) < 32
-    assert found.waste.share < found.waste_now.share == pytest.approx(1 - 21 / 32)
-    assert suggest_sizes(found.sizes, counts) is None
+    assert len(found) <= len(default)
+    assert min(size for size in found if size >= 21) < 32
+    assert padding_waste(counts, found).share < padding_waste(counts, default).share
+    assert suggest_sizes(found, counts) is None
 
 
 def test_sizes_that_gain_little_are_not_suggested():
@@ -193,29 +191,26 @@ def test_a_kept_default_has_no_more_sizes_than_asked_for():
     default = [1, 2, 4, *range(8, 257, 8)]
     held_out = [1] * 257
     chosen = fit_validated([0, 100], held_out, default=default, max_graphs=8)
-    assert chosen.kept_default
-    assert len(chosen.sizes) <= 8
-    assert chosen.sizes[-1] == 256
+    assert chosen == thinned(default, 8)
+    assert len(chosen) <= 8
+    assert chosen[-1] == 256
 
 
 def test_on_a_tie_fewer_graphs_are_chosen():
     counts = [0] * 8 + [5]
     chosen = fit_validated(counts, counts, default=[4, 8], max_graphs=8, drift=0.0)
-    assert chosen.sizes == (8,)
+    assert chosen == (8,)
 
 
 def test_suggested_sizes_follow_batches_above_every_size():
     counts = [0] * 129
     counts[4], counts[100], counts[120] = 10, 30, 20
     found = suggest_sizes((1, 2, 4, 8, 16, 32), counts, widest=16)
-    assert (found.sizes[-1], found.waste.without_graph, found.waste_now.without_graph) == (
-        120,
-        0,
-        50,
-    )
-    assert len(found.sizes) <= 6
+    assert found[-1] == 120
+    assert padding_waste(counts, found).without_graph == 0
+    assert len(found) <= 6
     aligned = suggest_sizes((8, 16, 32), counts, alignment=8)
-    assert all(size % 8 == 0 for size in aligned.sizes)
+    assert all(size % 8 == 0 for size in aligned)
 
 
 SERVING: dict[str, Any] = {

@@ -34,22 +34,15 @@ def fit(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw waste against graphs into this image (extra `tools`).")
-    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write a sizes file for `run --capture-sizes`.")
     ] = None,
 ) -> None:
     """Fit capture sizes to TRACE and show the padding they waste on its last third."""
-    from ..serve.fitted_sizes import draw, fit_trace, render
+    from ..serve.fitted_sizes import fit_trace, render
     from ..serve.trace import read_trace
 
-    to_json, to_plot, to_output = outputs(
-        {"--json": json_path, "--plot": plot, "--output": output},
-        stdout=("--json",),
-        plots=("--plot",),
-    )
+    to_json, to_output = outputs({"--json": json_path, "--output": output}, stdout=("--json",))
     result = fit_trace(
         read_trace(trace),
         name=trace.stem,
@@ -64,6 +57,3 @@ def fit(
         to_json.write(json.dumps(result, indent=2) + "\n")
     if to_output:
         to_output.write(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
-    if to_plot:
-        with to_plot.writing() as path:
-            draw(result, path)

@@ -16,13 +16,11 @@ from typing import Any
 
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting
-from ..report.output import figure_class
-from ..sizes.traffic import fit_validated, padding_waste
+from ..sizes.traffic import fit_validated, padding_waste, thinned
 from .trace import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5
-CURVE = (4, 8, 12, 16, 20, 24, 32, 48)
 MAX_GRAPHS = 48
 DRIFTED = 3.0
 """By what factor the rate grows where the report shows drift."""
@@ -108,9 +106,8 @@ def fit_trace(
     `waste` holds padding rows over padded rows of the last third for each list, `parts` of each
     third, `drift` of the second half of the last third at DRIFTED times the rate. `fitted` is that
     of `sizes`: the default sizes, at most `max_graphs` of them, unless the fit does better on the
-    second third. `curve` has the waste of fits by number of graphs, better or not. Raises
-    InvalidSetting for fewer than three requests, a rate that is not positive, or fewer than two
-    graphs.
+    second third. Raises InvalidSetting for fewer than three requests, a rate that is not positive,
+    or fewer than two graphs.
     """
     _require("requests", len(requests), len(requests) > 2, "3 or more")
     _require("--rate", rate, 0 < rate < math.inf, "a finite number above 0")
@@ -127,14 +124,10 @@ def fit_trace(
     third = len(requests) // 3
     parts = requests[:third], requests[third : 2 * third], requests[2 * third :]
     seen, chosen_on, held_out = (traffic(part, rate, default[-1], **limits) for part in parts)
-    fits = {
-        graphs: fit_validated(
-            seen, chosen_on, default=default, max_graphs=graphs, widest=max_num_reqs
-        )
-        for graphs in sorted({*CURVE, max_graphs})
-    }
-    chosen = fits[max_graphs]
-    lists = {"default": default, "powers_of_two": powers, "fitted": chosen.sizes}
+    chosen = fit_validated(
+        seen, chosen_on, default=default, max_graphs=max_graphs, widest=max_num_reqs
+    )
+    lists = {"default": default, "powers_of_two": powers, "fitted": chosen}
 
     def wastes(counts: Sequence[int], lists: Mapping[str, Sequence[int]]) -> dict[str, float]:
         return {name: padding_waste(counts, sizes).share for name, sizes in lists.items()}
@@ -155,14 +148,10 @@ def fit_trace(
         },
         "drift": {
             "rate": DRIFTED * rate,
-            **wastes(met, {"default": default, "fitted": chosen.sizes}),
+            **wastes(met, {"default": default, "fitted": chosen}),
         },
-        "kept_default": chosen.kept_default,
-        "curve": [
-            {"graphs": len(each.fitted), "waste": padding_waste(held_out, each.fitted).share}
-            for each in fits.values()
-        ],
-        "sizes": list(chosen.sizes),
+        "kept_default": chosen == thinned(default, max_graphs),
+        "sizes": list(chosen),
     }
 
 
@@ -189,9 +178,7 @@ def read_sizes(path: Path) -> list[int]:
 def render(result: dict[str, Any]) -> str:
     """The result as text: each list with its waste as a bar, and the sizes."""
     waste, graphs = result["waste"], result["graphs"]
-    bars = [("default", graphs["default"], waste["default"])]
-    bars += [("powers of two", graphs["powers_of_two"], waste["powers_of_two"])]
-    bars += [("fit", point["graphs"], point["waste"]) for point in result["curve"]]
+    bars = [(name.replace("_", " "), graphs[name], share) for name, share in waste.items()]
     scale = 40 / max(0.01, *(share for _, _, share in bars))
     lines = [f"{'list':<14}{'graphs':>7}{'waste':>8}"]
     lines += [
@@ -209,25 +196,3 @@ def render(result: dict[str, Any]) -> str:
     verdict = "the default sizes are kept" if result["kept_default"] else "the fit is taken"
     lines += [f"{verdict}: {' '.join(map(str, result['sizes']))}"]
     return "\n".join(lines)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Waste against the number of graphs, in the format of the suffix.
-
-    Raises ToolMissing without matplotlib.
-    """
-    figure = figure_class()(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    points = result["curve"]
-    shares = [100 * point["waste"] for point in points]
-    axes.plot([point["graphs"] for point in points], shares, "o-", label="fitted")
-    for name, mark in (("default", "s"), ("powers_of_two", "^")):
-        label = name.replace("_", " ")
-        axes.plot(result["graphs"][name], 100 * result["waste"][name], mark, label=label)
-    chosen = len(result["sizes"]), 100 * result["waste"]["fitted"]
-    kept = "default sizes kept" if result["kept_default"] else "fit taken"
-    axes.plot(*chosen, "o", ms=12, mfc="none", label=f"chosen: {kept}")
-    axes.set(xlabel="graphs", ylabel="padding rows, % of padded rows", ylim=(0, None))
-    axes.set_title(f"{result['trace']}, held-out third, arrivals at {result['rate']:g} x")
-    axes.legend()
-    figure.savefig(path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ... import PreparedModel
 from ...dispatch import DENSE_END, RuntimeMode
 from ...runtime.policy import capture_sizes
-from .traffic import Waste, padding_waste, suggest_sizes
+from .traffic import padding_waste, suggest_sizes
 
 
 def suggested_sizes(prepared: PreparedModel) -> dict[str, Any] | None:
@@ -25,15 +26,15 @@ def suggested_sizes(prepared: PreparedModel) -> dict[str, Any] | None:
         end = min(DENSE_END, config.max_num_tokens)
         largest = max(largest, end - end % config.sizes.alignment)
     steps = prepared.usage.counts(largest)
-    suggestion = suggest_sizes(
+    suggested = suggest_sizes(
         sizes,
         steps,
         widest=config.max_num_reqs * max(config.variants.all_query_lens()),
         alignment=config.sizes.alignment,
     )
-    suggested = suggestion and _with_waste(suggestion.sizes, suggestion.waste)
-    return {**_with_waste(sizes, padding_waste(steps, sizes)), "suggested": suggested}
+    return {**_with_waste(sizes, steps), "suggested": suggested and _with_waste(suggested, steps)}
 
 
-def _with_waste(sizes: tuple[int, ...], waste: Waste) -> dict[str, Any]:
+def _with_waste(sizes: tuple[int, ...], steps: Sequence[int]) -> dict[str, Any]:
+    waste = padding_waste(steps, sizes)
     return {"sizes": sizes, "padding": waste.share, "steps_above": int(waste.without_graph)}

@@ -111,20 +111,6 @@ def padding_waste(counts: Sequence[float], sizes: Iterable[int]) -> Waste:
     return Waste(real, padded, without)
 
 
-@dataclass(frozen=True, slots=True)
-class Validated:
-    """The sizes to use, the fitted ones, and the waste of both on held-out traffic."""
-
-    sizes: tuple[int, ...]
-    fitted: tuple[int, ...]
-    waste: Waste
-    default_waste: Waste
-
-    @property
-    def kept_default(self) -> bool:
-        return self.sizes != self.fitted
-
-
 def fit_validated(
     counts: Sequence[float],
     held_out: Sequence[float],
@@ -134,7 +120,7 @@ def fit_validated(
     widest: int | None = None,
     drift: float = DRIFT,
     alignment: int = 1,
-) -> Validated:
+) -> tuple[int, ...]:
     """Sizes fitted to `counts` if they do better on `held_out` than `default`, else `default`.
 
     Better means: fewer batches without a graph; if as many, a smaller share of padding, or the
@@ -146,33 +132,19 @@ def fit_validated(
     fitted = fit_sizes(
         expected, max_graphs=max_graphs, base=base[: max_graphs - 1], alignment=alignment
     )
-    default = _thinned(default, max_graphs)
-    waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
-    better = (waste.without_graph, waste.share, len(fitted)) < (
-        default_waste.without_graph, default_waste.share, len(default)
-    )  # fmt: skip
-    return Validated(
-        fitted if better else tuple(default),
-        fitted,
-        waste if better else default_waste,
-        default_waste,
-    )
+
+    def cost(sizes: Sequence[int]) -> tuple[float, float, int]:
+        waste = padding_waste(held_out, sizes)
+        return waste.without_graph, waste.share, len(sizes)
+
+    return min(thinned(default, max_graphs), fitted, key=cost)
 
 
-def _thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
+def thinned(sizes: Sequence[int], most: int) -> tuple[int, ...]:
     """At most `most` of `sizes`, evenly chosen, the largest among them."""
     if len(sizes) <= most or most < 2:
-        return sizes[-most:]
-    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """Sizes that would serve observed traffic better, with their waste and that of those in use."""
-
-    sizes: tuple[int, ...]
-    waste: Waste
-    waste_now: Waste
+        return tuple(sizes[-most:])
+    return tuple(sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most))
 
 
 def suggest_sizes(
@@ -182,7 +154,7 @@ def suggest_sizes(
     widest: int | None = None,
     alignment: int = 1,
     gain: float = 0.05,
-) -> Suggestion | None:
+) -> tuple[int, ...] | None:
     """At most as many sizes as `sizes`, fitted to `counts` (by number of tokens).
 
     None unless they serve a share of `gain` more of the batches with a graph, or as many with a
@@ -195,8 +167,7 @@ def suggest_sizes(
     fit = fit_validated(
         counts, counts, default=sizes, max_graphs=len(sizes), widest=widest, alignment=alignment
     )
-    now = padding_waste(counts, sizes)
-    served = now.without_graph - fit.waste.without_graph
-    cheaper = fit.waste.rows < (1 - gain) * now.rows
-    better = served > gain * sum(counts) or (served >= 0 and cheaper)
-    return Suggestion(fit.sizes, fit.waste, now) if better and not fit.kept_default else None
+    now, then = padding_waste(counts, sizes), padding_waste(counts, fit)
+    served = now.without_graph - then.without_graph
+    cheaper = then.rows < (1 - gain) * now.rows
+    return fit if served > gain * sum(counts) or (served >= 0 and cheaper) else None
