@@ -91,7 +91,6 @@ def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
     "arguments",
     [
         ["run", "--json", "same", "--metrics", "./same"],
-        ["explain", "--output", "same", "--timeline", "same"],
         ["sizes", "fit", str(EXCERPT), "--json", "same", "--output", "same"],
     ],
 )

@@ -29,12 +29,11 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The page, the JSON, the Markdown and the timeline of one small run."""
+    """The page, the JSON and the Markdown of one small run."""
     folder = tmp_path_factory.mktemp("explain")
-    facts, trace = explained(options())
+    facts = explained(options())
     for name, form in (("page.html", "html"), ("json", "json"), ("md", "md")):
         (folder / name).write_text(rendered(facts, form))
-    (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
 
 
@@ -208,31 +207,22 @@ def test_the_markdown_has_a_table_a_section(written):
 
 
 @pytest.mark.compile
-def test_the_timeline_has_startup_and_steps(written):
-    events = json.loads((written / "timeline.json").read_text())["traceEvents"]
-    assert {"prepare", "capture", "FULL 1"} <= {event["name"] for event in events}
-
-
-@pytest.mark.compile
-def test_the_command_writes_page_and_timeline(tmp_path, capsys):
+def test_the_command_writes_a_page(tmp_path, capsys):
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "1", "--off", "all"]
-    page, timeline = tmp_path / "page.html", tmp_path / "timeline.json"
-    assert main(["explain", *small, "--output", str(page), "--timeline", str(timeline)]) == 0
+    page = tmp_path / "page.html"
+    assert main(["explain", *small, "--output", str(page)]) == 0
     assert f"written: {page}" in capsys.readouterr().err
     assert "<html" in page.read_text()
-    assert json.loads(timeline.read_text())["traceEvents"]
 
 
 @pytest.mark.compile
 def test_pieces_that_are_not_compiled_are_not_called_loaded_and_no_bundle_is_advised():
-    facts, _ = explained(options(off=["compile"]))
+    facts = explained(options(off=["compile"]))
     assert {piece["made"] for piece in facts["pieces"]} == {"not compiled"}
     assert not [advice for advice in facts["advice"] if "cold" in advice["what"]]
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--format", "pdf"], ["--output", "/no/where.html"], ["--timeline", "-"]]
-)
+@pytest.mark.parametrize("arguments", [["--format", "pdf"], ["--output", "/no/where.html"]])
 def test_bad_options_are_refused_before_anything_runs(arguments):
     assert main(["explain", *arguments]) == 2
 

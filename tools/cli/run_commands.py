@@ -193,9 +193,6 @@ def explain_command(
         "explain.html"
     ),
     format: Annotated[str, typer.Option(help="html, json or md.")] = "html",
-    timeline: Annotated[
-        Path | None, typer.Option(help="Write a timeline for Perfetto (Chrome trace format).")
-    ] = None,
     replay: ReplayOption = None,
     against: Annotated[
         Path | None, typer.Option(help="Show what differs from this `--format json` output.")
@@ -212,18 +209,13 @@ def explain_command(
         read_facts(path, option, command, SCHEMA, "settings") if path else None
         for option, path in (("--against", against), ("--of", of))
     )
-    to_output, to_timeline = outputs(
-        {"--output": output, "--timeline": timeline}, stdout=("--output",)
-    )
+    (to_output,) = outputs({"--output": output}, stdout=("--output",))
     assert to_output is not None
-    facts, trace = (given, None) if given is not None else explained(options, replay)
+    facts = given if given is not None else explained(options, replay)
     facts = facts if old is None else compared(facts, old)
     to_output.write(rendered(facts, form))
     if not to_output.is_stdout:
         print(f"written: {output}", file=sys.stderr)
-    if to_timeline is not None and trace is not None:
-        to_timeline.write(json.dumps(trace))
-        print(f"written: {timeline}, for https://ui.perfetto.dev", file=sys.stderr)
     return 0
 
 
@@ -368,19 +360,15 @@ def _profiled(service: Service, output: Output) -> Iterator[None]:
         profiler.export_chrome_trace(str(path))
 
 
-def explained(
-    options: RunOptions, replay: Path | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts of a run, and its timeline."""
+def explained(options: RunOptions, replay: Path | None = None) -> dict[str, Any]:
+    """The facts of a run."""
     from ... import Events
 
     events = Events(detailed=True)
     with served(options, events, replay=replay) as (service, report):
         from ..explain.collect import collect
-        from ..explain.timeline import chrome_trace
 
-        steps = service.engine.log.steps
-        return collect(report, service.prepared, steps, events), chrome_trace(events, steps)
+        return collect(report, service.prepared, service.engine.log.steps, events)
 
 
 def console_beside(*outputs: Output | None) -> Console:
