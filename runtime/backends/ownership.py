@@ -38,7 +38,8 @@ from ...torch_compat.basics.tensors import (
     without_modes,
 )
 
-_OURS = tuple(f"{Path(__file__).parents[2] / layer}{os.sep}" for layer in ("compile", "runtime"))
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in ("compile", "runtime", "tools/bisect"))
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 

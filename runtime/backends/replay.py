@@ -115,7 +115,7 @@ class TapeGraph:
     topology = ""
 
     def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
-        self._operations = tuple(tape.operations)
+        self.calls = tuple(tape.operations)
         self._made = tuple(tape.made.values())
         self._backend = backend
         self._ownership = tape.ownership
@@ -126,7 +126,7 @@ class TapeGraph:
 
     @property
     def operations(self) -> int:
-        return len(self._operations)
+        return len(self.calls)
 
     def replay(self) -> None:
         self.check_inputs()
@@ -142,11 +142,11 @@ class TapeGraph:
 
     def _run(self) -> None:
         self._counters["replays"] += 1
-        self._counters["operations"] += len(self._operations)
+        self._counters["operations"] += len(self.calls)
         if self._options.poison_before_replay:
             for tensor in self._made:
                 poison(tensor)
-        for operation in self._operations:
+        for operation in self.calls:
             operation()
 
     def check_inputs(self) -> None:
@@ -160,12 +160,12 @@ class TapeGraph:
     @property
     def reads(self) -> list[Tensor]:
         """The tensors that its operations take."""
-        calls = [op.args[0] if op.func in COPIES else op for op in self._operations]
+        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
         return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
 
     def release(self) -> None:
         self._backend.released(self._made)
-        self._operations = ()
+        self.calls = ()
         self._made = ()
         self._pool.remove(self)
 

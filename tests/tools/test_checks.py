@@ -91,6 +91,15 @@ def test_a_host_value_that_a_graph_froze_is_missing_from_its_key(scaling):
     assert row.line().startswith("FULL 4 depends on metadata.scale: ")
 
 
+def test_keys_of_a_model_without_a_trace(scaling):
+    config = scaling.config.changed(compile=False, graph_mode="FULL")
+    found, changed = check_keys(dataclasses.replace(scaling, config=config))
+    assert set(changed) == {"metadata.weights", "metadata.scale"}
+    assert [(row.mode, row.num_tokens, row.fact) for row in found] == [
+        ("FULL", 4, "metadata.scale")
+    ]
+
+
 def test_only_the_fields_asked_for_are_changed(scaling):
     assert check_keys(scaling, fields=["weights"]) == ([], ["metadata.weights"])
     buffer = scaling.steps[0].metadata.buffer

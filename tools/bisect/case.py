@@ -64,7 +64,8 @@ class Finding:
     """Tokens that ran."""
     piece: int | None = None
     operator: str | None = None
-    """Named only if the result is right without it; so is the pass."""
+    """Named only if the result is right without it; so is the pass. In a graph it is the first
+    operation that gives something else than in the model."""
     wrong: Wrong | None = None
     """The first wrong element; None if there is no result, for the reason in `note`."""
     note: str = ""

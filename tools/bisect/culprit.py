@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ... import ForwardContext, PreparedModel, forward_context
 from ...compile.guards.tolerance import FLOOR, differences
 from ...config import compile_config
+from ...runtime.backends.ownership import ALLOCATIONS
 from ...runtime.steps.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
     from ...compile.ir.config import GraphPass
     from ...compile.ir.plan import Plan
 
-_ALLOCATIONS = (
-    torch.empty,
-    torch.empty_like,
-    torch.empty_strided,
-    "new_empty",
-    "new_empty_strided",
-)
-_EMPTY = (
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-)
 _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
 
@@ -105,6 +92,24 @@ def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
     return operator, f"guard {guard.expression} was not proved: it fails for {failing}"
 
 
+def context_of(case: BisectCase, step: int) -> AbstractContextManager[Any]:
+    """The forward context of a step without a graph, which ops inside a piece may read."""
+    one = case.steps[step]
+    decision = one.without_graph()
+    context = ForwardContext(
+        case.layers, one.metadata_for(decision), decision, one.batch.num_tokens
+    )
+    return forward_context(context)
+
+
+def inputs_of(case: BisectCase, plan: Plan, step: int) -> list[Any]:
+    """What a plan takes in a step."""
+    args, kwargs = _arguments(case, step)
+    bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return [functools.reduce(at, i.path, bound.arguments) for i in plan.inputs]
+
+
 class PieceSearch:
     """The pieces of a case, traced again, to compile the start of a piece like the whole."""
 
@@ -129,7 +134,7 @@ class PieceSearch:
         """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
         piece = self._piece(use, num_tokens)
         values = self.inputs_of(step, use)
-        with self._context_of(step):
+        with context_of(self._case, step):
             return self.find_in(piece, values, num_tokens)
 
     def find_in(
@@ -153,7 +158,7 @@ class PieceSearch:
         used = passes[:needed]
         count = _first(len(nodes), lambda count: is_wrong(count, used))
         node = nodes[count - 1]
-        operator = None if node.target in _ALLOCATIONS else described(node)
+        operator = None if _allocates(node.target) else described(node)
         if not used:
             return operator, None, ""
         return operator, used[-1].name, f"right without the pass {used[-1].name}"
@@ -165,25 +170,16 @@ class PieceSearch:
         values = self.inputs_of(step, use)
         if not padded > size:
             return None
-        with self._context_of(step):
+        with context_of(self._case, step):
             filled = (_padded(values, size, padded, fill) for fill in (0, 1))
             runs = [_NodeValues(piece.graph, each) for each in filled]
         for node in piece.graph.graph.nodes:
             ones, others = (tree_leaves(run.values.get(node, ())) for run in runs)
             for one, other in zip(ones, others, strict=True):
-                computed = node.op.startswith("call_") and node.target not in _ALLOCATIONS
+                computed = node.op.startswith("call_") and not _allocates(node.target)
                 if computed and _real_rows_differ(one, other, size, padded):
                     return described(node)
         return None
-
-    def _context_of(self, step: int) -> AbstractContextManager[Any]:
-        """The forward context of a step without a graph, which ops inside a piece may read."""
-        one = self._case.steps[step]
-        decision = one.without_graph()
-        context = ForwardContext(
-            self._case.layers, one.metadata_for(decision), decision, one.batch.num_tokens
-        )
-        return forward_context(context)
 
     def inputs_of(self, step: int, use: int) -> list[Any]:
         """What the piece of `use` takes in `step` when all pieces run node by node."""
@@ -208,12 +204,8 @@ class PieceSearch:
         eager = replace(compiled, pieces=tuple(map(_taking_a_list, of_artifacts)))
         run = eager.link(lambda plan: (hook, lambda use, op: op))
         for each in range(step + 1):
-            args, kwargs = _arguments(case, each)
-            bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
-            bound.apply_defaults()
-            tensors = [functools.reduce(at, i.path, bound.arguments) for i in compiled.plan.inputs]
-            with self._context_of(each), torch.no_grad():
-                run(*tensors)
+            with context_of(case, each), torch.no_grad():
+                run(*inputs_of(case, compiled.plan, each))
         return taken
 
     def _is_wrong(
@@ -246,6 +238,12 @@ class PieceSearch:
             got = tree_leaves(compiled(_copied(values)))
             seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
             return first_wrong(expected, seen, case.tolerance, run) is not None
+
+
+def _allocates(target: Any) -> bool:
+    """Whether a function, method or operator makes memory without filling it."""
+    name = target if isinstance(target, str) else target.__name__
+    return name.partition(".")[0] in ALLOCATIONS
 
 
 def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
@@ -344,7 +342,7 @@ class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.fill_(self._fill) if func in _EMPTY else result
+        return result.fill_(self._fill) if _allocates(func) else result
 
 
 def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[Any]:

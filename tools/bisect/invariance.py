@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ... import ForwardContext, PreparedModel, RuntimeMode, forward_context
+from ... import Decision, PreparedModel, RuntimeMode
 from ...compile.guards.tolerance import excess
 from ...dispatch import NO_GRAPH
 from ...errors import DispatchError, InvalidSetting
 from ...runtime.steps.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
-from .observe import Call, Calls, copies, splitting_ops
+from .observe import Calls, Ran, copies, run_eagerly, splitting_ops
 from .stages import FULL, Stage, prepared_for
 from .state import State
 
@@ -73,11 +73,13 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     }
     compared = []
 
+    def eager(step: Step) -> Ran:
+        return run_eagerly(replace(case, steps=[step]))[0]
+
     def alone() -> list[Tensor]:
         state.restore()
         step = compose([0])
-        _, results, calls = _run(case, prepared, step, "eager", _BY_DISPATCH, ops)
-        return _Rows(results, calls, 0, step).results
+        return _Rows(eager(step), ops, 0, step).results
 
     with prepared_for(case, Stage(FULL, {})) as prepared:
         names = call_names(prepared.compiled.plan)
@@ -86,37 +88,37 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
         for mode in ("eager", *(each.name for each in RuntimeMode)):
             for others, numbers in batches.items():
                 step = compose(numbers)
-                for graph_index in _graphs(prepared, step, mode):
+                decisions = _decisions(prepared, step, mode)
+                for padding, decision in zip(("", ", padded"), decisions, strict=False):
                     state.restore()
-                    padded, results, calls = _run(case, prepared, step, mode, graph_index, ops)
-                    rows = _Rows(results, calls, numbers.index(0), step)
+                    ran = eager(step) if mode == "eager" else _run(prepared, step, decision)
+                    rows = _Rows(ran, ops, numbers.index(0), step)
                     want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
                     difference, where = rows.compare(want, names)
                     wrong = excess(want.results, rows.results, alone) is not None
-                    shown = others if graph_index != _LARGEST else f"{others}, padded"
                     compared.append(
                         Invariance(
-                            mode, shown, step.batch.num_tokens, padded,
-                            difference == 0, difference, wrong, where,
+                            mode, others + padding, step.batch.num_tokens,
+                            decision.descriptor.num_tokens, difference == 0, difference, wrong,
+                            where,
                         )
                     )  # fmt: skip
     state.restore()
     return compared
 
 
-_BY_DISPATCH, _LARGEST = -2, -3
-
-
-def _graphs(prepared: PreparedModel, step: Step, mode: str) -> list[int]:
+def _decisions(prepared: PreparedModel, step: Step, mode: str) -> list[Decision]:
     """How to run a step in a mode: as dispatched, and if graphs fit also in the largest one."""
-    if mode in ("eager", RuntimeMode.NONE.name):
-        return [_BY_DISPATCH]
+    if mode == "eager":
+        return [step.without_graph()]
     try:
         decision = prepared.dispatcher.dispatch(step.batch, {RuntimeMode[mode]})
     except DispatchError:
         return []
     largest = _largest(prepared, step, mode)
-    return [_BY_DISPATCH] + ([_LARGEST] if largest != decision.graph_index else [])
+    if largest == decision.graph_index:
+        return [decision]
+    return [decision, prepared.dispatcher.follow(largest, step.batch)]
 
 
 def _largest(prepared: PreparedModel, step: Step, mode: str) -> int:
@@ -129,39 +131,23 @@ def _largest(prepared: PreparedModel, step: Step, mode: str) -> int:
     return max(usable, key=lambda index: entries[index].descriptor.num_tokens, default=NO_GRAPH)
 
 
-def _run(
-    case: BisectCase, prepared: PreparedModel, step: Step, mode: str, how: int, ops: set[str]
-) -> tuple[int, list[Tensor], list[Call]]:
-    """The padded size, the results and the splitting calls of one step."""
-    observed = Calls()
-    if mode == "eager":
-        metadata = step.metadata_for(step.without_graph())
-        context = forward_context(ForwardContext(case.layers, metadata))
-        with context, torch.no_grad(), observed:
-            results = case.model(*step.args, **step.kwargs)
-        padded = step.batch.num_tokens
-    else:
-        if how == _LARGEST:
-            index = _largest(prepared, step, mode)
-            decision = prepared.dispatcher.follow(index, step.batch)
-        else:
-            decision = prepared.dispatcher.dispatch(step.batch, {RuntimeMode[mode]})
-        metadata = step.metadata_for(decision)
-        with observed:
-            results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-        padded = decision.descriptor.num_tokens
-    return padded, copies(results), [call for call in observed.calls if call.op in ops]
+def _run(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
+    metadata, observed = step.metadata_for(decision), Calls()
+    with observed:
+        results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+    return Ran(decision, copies(results), observed.calls)
 
 
 class _Rows:
     """The rows of one request in the results of a step and in tensors of its splitting calls."""
 
-    def __init__(self, results: list[Tensor], calls: list[Call], place: int, step: Step) -> None:
+    def __init__(self, ran: Ran, ops: set[str], place: int, step: Step) -> None:
         length = step.batch.query_len or 1
         own = slice(place * length, (place + 1) * length)
-        self.results = [each[own] for each in results if each.dim()]
+        self.results = [each[own] for each in ran.results if each.dim()]
         self.calls = [
-            [each[own] for each in (*call.before, *call.after) if each.dim()] for call in calls
+            [each[own] for each in (*call.before, *call.after) if each.dim()]
+            for call in ran.calls_of(ops)
         ]
 
     def compare(self, want: _Rows, names: Sequence[str]) -> tuple[float, str | None]:

@@ -22,6 +22,7 @@ from ...errors import InvalidSetting, PieceFailed, PiecegraphError
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
 from .culprit import PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_prepared, splitting_ops
+from .operations import find_operation
 from .stages import (
     COMPILER,
     EAGER,
@@ -213,10 +214,14 @@ class _Search:
                 note=f"{note}; a capture before this step changed {changed}" if changed else note,
             )
         if stage.name == FULL and not ran.calls:
-            return replace(
-                finding, note="inside the FULL graph; right with splitting ops between the graphs"
+            right = (
+                "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
+            finding = replace(finding, note=f"inside the FULL graph{right}")
         try:
+            if finding.note or not case.config.compile:
+                operator, note = find_operation(case, stage, failure.index, self.state)
+                return _noted(replace(finding, operator=operator), note)
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
         except Exception as error:
             return _noted(finding, _failed(error))

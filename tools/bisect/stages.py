@@ -55,7 +55,7 @@ def stages(config: Config) -> Iterator[Stage]:
         yield from _compiled_stages(config)
     mode = _requested_mode(config)
     if mode is not GraphMode.NONE:
-        breaks = config.splitting_ops or not config.compile
+        breaks = config.splitting_ops or (not config.compile and mode.needs_pieces)
         if breaks:
             yield Stage(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
         if not breaks or mode is not GraphMode.PIECEWISE:

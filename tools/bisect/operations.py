@@ -1,0 +1,149 @@
+"""From a wrong step of a graph to the operation, with the replay backend.
+
+A tape has the operations of a step whether it captures or not. So the step runs once by its graph
+and once, on the same inputs without padding, as the model runs it, and the two tapes are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import RuntimeMode
+from ...compile.ir.ops import written_by
+from ...runtime.backends.ownership import Ownership, user_line
+from ...runtime.backends.replay import TapeGraph
+from ...runtime.backends.tape import COPIES, Operation, Tape
+from ...runtime.graphs.breaks import recordable
+from ...runtime.graphs.recorder import ACTIVE
+from ...torch_compat.basics.frames import calling_module
+from ...torch_compat.basics.ops import OpOverload, overload_name
+from ...torch_compat.basics.tensors import tree_leaves
+from .case import BisectCase, first_wrong
+from .culprit import context_of, inputs_of
+from .observe import copies, run_eagerly, run_prepared
+from .stages import Stage, prepared_for
+from .state import State
+
+_COMPILED = "compiled code"
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What an operation gave, with its numbers and the line and module that called it."""
+
+    op: str
+    numbers: list[Any]
+    tensors: list[Tensor]
+    line: str
+    module: str
+
+
+def find_operation(
+    case: BisectCase, stage: Stage, index: int, state: State
+) -> tuple[str | None, str]:
+    """The first operation of a step that gives something else in its graph, and how it differs.
+
+    None if there is none: then the padding, which the step does not have here, is the cause.
+    """
+    step, before = case.steps[index], replace(case, steps=case.steps[:index])
+    sizes = sorted({*(case.config.capture_sizes or ()), step.batch.num_tokens})
+    exact = replace(case, config=case.config.changed(capture_sizes=sizes))
+    run_eagerly(case)  # what Python keeps is as before the stage
+    state.restore()
+    with prepared_for(exact, stage) as prepared:
+        state.restore()
+        run_prepared(before, prepared)
+        decision = prepared.dispatch(step.batch)
+        captured: list[_Result] = []
+        for graph in dict(prepared.recordings())[decision.graph_index].graphs:
+            if not isinstance(graph, TapeGraph):
+                return None, "its operations can be compared on a CPU only"
+            graph.calls = tuple(partial(_note, captured, call) for call in graph.calls)
+        metadata = step.metadata_for(decision)
+        prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+        state.restore()
+        run_eagerly(before)
+        uncaptured = _Uncaptured(decision.mode is RuntimeMode.PIECEWISE, case.model)
+        run = recordable(prepared.compiled, case.config.splitting_ops)
+        inputs = inputs_of(case, prepared.compiled.plan, index)
+        token = ACTIVE.set(uncaptured)  # type: ignore[arg-type]
+        try:
+            with context_of(case, index), torch.no_grad(), uncaptured:
+                run(*inputs)
+        finally:
+            ACTIVE.reset(token)
+    compiled = False
+    for want, have in zip_longest(uncaptured.results, captured):
+        difference = _difference(want, have, case.tolerance, compiled)
+        place = want or have
+        compiled |= place.op == _COMPILED
+        if difference is not None:
+            where = f" ({place.line.rpartition('/')[2]})" if place.line else ""
+            module = f"in module {place.module}" if place.module else ""
+            return f"{place.op}{where}", "; ".join(filter(None, (module, difference)))
+    return None, ""
+
+
+def _difference(
+    want: _Result | None, have: _Result | None, tolerance: float | None, compiled: bool
+) -> str | None:
+    if want is None or have is None or want.op != have.op:
+        names = [each.op if each else "nothing more" for each in (want, have)]
+        return f"the model calls {names[0]} where the graph has {names[1]}"
+    if first_wrong(want.tensors, have.tensors, tolerance) is None:
+        return None
+    if want.numbers != have.numbers:
+        return f"it takes {want.numbers} in the model and {have.numbers} in the graph"
+    return f"its result differs, and none before it{' but of compiled code' * compiled}"
+
+
+def _note(results: list[_Result], call: Operation) -> None:
+    call()
+    results.append(_result(call))
+
+
+def _result(operation: Operation, line: str = "", module: str = "") -> _Result:
+    """What an operation that has just run gave: its results and what it wrote to."""
+    copied = operation.func in COPIES
+    call = operation.args[0] if copied else operation
+    leaves = tree_leaves((call.args, call.keywords))
+    numbers = [each for each in leaves if isinstance(each, int | float)]
+    if not isinstance(call.func, OpOverload):  # its results may be memory that nothing has written
+        return _Result(_COMPILED, numbers, [], line, module)
+    tensors = [operation.args[1]] if copied else []
+    tensors += written_by(call.func, call.args, call.keywords)
+    op = overload_name(call.func).rpartition(".")[0]
+    return _Result(op, numbers, copies(tensors), line, module)
+
+
+class _Uncaptured(Tape):
+    """In place of a recorder: breaks and compiled regions run, and nothing is captured."""
+
+    def __init__(self, breaks: bool, model: torch.nn.Module) -> None:
+        super().__init__(Ownership())
+        self.breaks = breaks
+        self.results: list[_Result] = []
+        self._modules = {id(module): name for name, module in model.named_modules()}
+
+    def _record(self, *operation: Any) -> None:
+        super()._record(*operation)
+        line, module = user_line() or "", calling_module(self._modules)
+        self.results.append(_result(self.operations[-1], line, module))
+
+    def splitting_op(self, name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.breaks = False  # of a break inside of this one
+        self.stop()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.start()
+            self.breaks = True
+
+    piece = Tape.opaque
