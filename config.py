@@ -31,10 +31,11 @@ SPLITTERS = "piecegraph.splitters"
 
 class BundleUse(StrEnum):
     """What a start without a usable bundle does: it compiles first, serves uncompiled and compiles
-    in a thread, or is an error."""
+    in a thread, does this and then builds libraries for the next start, or is an error."""
 
     USE = "use"
     SERVE = "serve"
+    SERVE_AHEAD = "serve_ahead"
     FORCE = "force"
 
 
@@ -213,8 +214,9 @@ class Config(Settings):
     bundle: BundleUse = BundleUse.USE
     """A start without a bundle: `"use"` compiles.
     At a cold start, one without a usable bundle, the model is compiled first (`"use"`), or served
-    uncompiled at once until a thread has compiled it (`"serve"`, see docs/starts.md), or
-    BundleMissing is raised (`"force"`)."""
+    uncompiled at once until a thread has compiled it (`"serve"`, see docs/starts.md), with
+    libraries for the next start after that (`"serve_ahead"`), or BundleMissing is raised
+    (`"force"`)."""
 
     tracing: Tracing = Tracing()
     """Range of sizes, and guards on them."""

@@ -8,20 +8,36 @@ nor Inductor. The model is traced again; its artifacts come from the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ..cache.keys.encoder import Undescribable
+from ..errors import LibraryUnusable
 from ..events import Events
+from ..torch_compat.compiling.piece_data import NotData
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
+from ..torch_compat.tracing.sources import drop_sources, next_source
 from .backends.aoti import build_library
 from .backends.inductor import compiling
-from .backends.jobs import Compiled, compile_pieces, compiler_options, store_artifact
+from .backends.jobs import (
+    POLL_SECONDS,
+    Compiled,
+    as_task,
+    compile_pieces,
+    compiler_options,
+    store_artifact,
+)
 from .backends.registry import compiler_named
 from .backends.schedule import Job
+from .backends.worker import Compiled as CompiledInWorker
+from .backends.worker import Failed, Machine, Refused, Task
+from .backends.workers import Workers, workers_for
 from .bundle.bundle import store_bundle
-from .bundle.key_factors import trace_key
+from .bundle.key_factors import machine_key, trace_key
+from .guards.prover import Ranges
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
 from .ir.locations import first_line
@@ -39,9 +55,15 @@ def compile_ahead(request: CompileRequest) -> bool:
     except Undescribable as error:
         request.record_not_cacheable([str(error)])
         return False
-    splits = split_model(trace_with_guards(request), request.events)
-    compiled = compile_pieces(request, splits, compiler_named(request.config.code.compiler))
-    artifacts = _with_libraries(request, compiled)
+    first = next_source()
+    try:
+        with workers_for(request) as workers:
+            splits = split_model(trace_with_guards(request), request.events)
+            compiler = compiler_named(request.config.code.compiler)
+            compiled = compile_pieces(request, splits, compiler, workers)
+            artifacts = _with_libraries(request, compiled, workers)
+    finally:
+        drop_sources(range(first, next_source()))
     if artifacts is None:
         return False
     plan = plan_of(splits, compiled.ranges)
@@ -49,37 +71,88 @@ def compile_ahead(request: CompileRequest) -> bool:
     return store_bundle(request, key, conditions_of(splits), plan, artifacts, seconds)
 
 
-def _with_libraries(request: CompileRequest, compiled: Compiled) -> list[Blobs] | None:
+def _with_libraries(
+    request: CompileRequest, compiled: Compiled, workers: Workers | None
+) -> list[Blobs] | None:
     """The artifacts with a library each, all stored; None if one of them cannot have one."""
     artifacts = [result.blobs for result in compiled.results]
-    with compiling():
-        for number, result in enumerate(compiled.results):
-            split, job = compiled.jobs[number]
-            if LIBRARY not in result.blobs:
-                with _reporting_failures(request.events, job):
-                    artifacts[number] = {**result.blobs, LIBRARY: _library(request, split, job)}
-                    request.events.count("library_compiles")
-                    store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
+    missing = [number for number, blobs in enumerate(artifacts) if LIBRARY not in blobs]
+    for number, build in _builders(request, {n: compiled.jobs[n] for n in missing}, workers):
+        job, result = compiled.jobs[number][1], compiled.results[number]
+        with _reporting_failures(request.events, job):
+            artifacts[number] = {**result.blobs, LIBRARY: build()}
+            request.events.count("library_compiles")
+            store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
+
+
+def _builders(
+    request: CompileRequest, jobs: dict[int, tuple[SplitModel, Job]], workers: Workers | None
+) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """What gives the library of each job. Workers build those that can be sent to them, and this
+    process the rest; where it does not serve, also those that no worker has begun."""
+    tasks: dict[int, Task] = {}
+    if workers is not None:
+        for number, (split, job) in jobs.items():
+            code = split.config.code
+            machine = Machine(code, request.device, machine_key(code, request.device))
+            with suppress(NotData):
+                tasks[number] = as_task(number, split, job, machine, _limits(split, job))
+        workers.give([*tasks.values()])
+    here = [number for number in jobs if number not in tasks]
+    while here or tasks:
+        request.checkpoint()
+        if here:
+            number = here.pop()
+            yield number, partial(_library, request, *jobs[number])
+            continue
+        assert workers is not None
+        if not request.serving and (task := workers.take_back()) is not None:
+            here.append(tasks.pop(task.number).number)
+        elif isinstance(message := workers.reply(POLL_SECONDS), tuple):
+            number = tasks.pop(message[0].number).number
+            if isinstance(message[1], Refused):
+                here.append(number)
+            else:
+                yield number, partial(_received, request, jobs[number][1], message[1])
+
+
+def _received(request: CompileRequest, job: Job, reply: CompiledInWorker | Failed) -> bytes:
+    if isinstance(reply, Failed):
+        raise LibraryUnusable(reason=reply.reason)
+    facts = {**_facts(job), "by": "worker"}
+    request.events.past_span("compile.library", reply.began, reply.seconds, **facts)
+    return reply.blobs[LIBRARY]
 
 
 @contextmanager
 def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
     """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
-    index = job.unique.index
     try:
-        with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
-            yield
+        yield
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
+        facts = {"piece": job.unique.index, "reason": reason}
+        events.emit("compile.library_failed", level=logging.WARNING, **facts)
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    return {"piece": job.unique.index, "digest": job.unique.digest[:12]}
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     graph = job.unique.piece.module(split.trace.graph)
+    options = compiler_options(split, job, request.device, request.events)
+    with (
+        request.events.span("compile.library", **_facts(job)),
+        compiling(),
+        reasoning_about_sizes(split.config.code.dynamic_shapes.value),
+    ):
+        return build_library(graph, _limits(split, job), request.device, options)
+
+
+def _limits(split: SplitModel, job: Job) -> Ranges:
     limits = split.guards_of(job.unique).limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
-    options = compiler_options(split, job, request.device, request.events)
-    with reasoning_about_sizes(split.config.code.dynamic_shapes.value):
-        return build_library(graph, limits, request.device, options)
+    return limits

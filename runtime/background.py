@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ..compile.ir.compilation import BundleMiss, CompileRecords
+from ..compile.ir.compilation import BundleMiss, CompileRecords, CompileRequest
 from ..compile.pipeline import compile_missing, without_bundle
 from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import Loaded, NoBundle
 from ..errors import ModelMismatch
 from ..events import Event
 from .ranks import Exchange
-from .records import BackgroundFailure, BackgroundPhase, Records
+from .records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
 from .tracing_thread import TracingThread
 
 ATTEMPTS = 3
@@ -111,3 +111,48 @@ class Background:
             self._note("another process compiles it")
         elif event.name in ("bundle.not_kept", "cache.publish_failed"):
             self._faults.append(f"its code cannot be stored: {event.facts['reason']}")
+
+
+class Libraries:
+    """Builds libraries for the next start, in `thread`, while compiled code serves."""
+
+    def __init__(self, request: CompileRequest, records: Records) -> None:
+        self._request = request
+        self._records = records
+        self._began = time.perf_counter()
+        self._faults: list[str] = []
+        self.thread = TracingThread("piecegraph-libraries", self._build, self._failed)
+
+    def _build(self) -> str:
+        from ..compile.ahead import compile_ahead
+
+        apart = Records(self._records.events.parent)
+        request = replace(
+            self._request,
+            records=CompileRecords(),
+            events=apart.events,
+            serving=True,
+            checkpoint=self.thread.checkpoint,
+        )
+        listeners = [events.listeners for events in (apart.events, self._records.events)]
+        for each in listeners:
+            each.append(self._tell)
+        try:
+            compile_ahead(request)
+        finally:
+            for each in listeners:
+                each.remove(self._tell)
+        return self._over("; ".join(dict.fromkeys(self._faults)) or None)
+
+    def _failed(self, error: Exception) -> str:
+        return self._over(f"{type(error).__name__}: {error}")
+
+    def _over(self, reason: str | None) -> str:
+        """Compiled code goes on serving, whatever the reason."""
+        seconds = round(time.perf_counter() - self._began, 3)
+        self._records.add(LibrariesBuilt(seconds, reason))
+        return ""
+
+    def _tell(self, event: Event) -> None:
+        if event.name in ("compile.library_failed", "bundle.not_kept", "cache.publish_failed"):
+            self._faults.append(str(event.facts["reason"]))

@@ -27,7 +27,7 @@ from ..config import BundleUse, Config
 from ..dispatch import Dispatcher
 from .after_seal import Monitor, allow_compilation
 from .backends.protocol import GraphBackend
-from .background import Background
+from .background import Background, Libraries
 from .graphs.graphs import Graphs
 from .graphs.ledger import opening_ledger
 from .policy import Policy
@@ -39,6 +39,8 @@ from .steps.steps import Steps, nothing
 from .verification import Verification, stale
 
 Run = Callable[..., Any]
+Beside = Background | Verification | Libraries
+"""Work beside the steps."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Source:
 
     request: CompileRequest
     policy_of: Callable[[CompiledModel], Policy]
-    beside: Background | Verification | None
+    beside: Beside | None
 
 
 class CodeInService:
@@ -81,7 +83,7 @@ class CodeInService:
         self.resolved = policy.resolved
         self.captures = False
         """Whether the startup set is captured once compiled code serves."""
-        self.beside: Background | Verification | None = None
+        self.beside: Beside | None = None
         self._config = config
         self._backend = backend
         self._device = device
@@ -176,7 +178,7 @@ class CodeInService:
         if beside is not None:
             beside.thread.stop()
 
-    def _start(self, beside: Background | Verification) -> None:
+    def _start(self, beside: Beside) -> None:
         self.beside = beside
         weakref.finalize(self, beside.thread.stop)
         if isinstance(beside, Background):
@@ -191,7 +193,7 @@ class CodeInService:
             self._steps.before_padding = lambda: (find := find_form()) and find()
         beside.thread.start()
 
-    def _follow(self, beside: Background | Verification, *, waited: bool) -> None:
+    def _follow(self, beside: Beside, *, waited: bool) -> None:
         """Work beside the steps is over, on all ranks."""
         failure = beside.thread.failure
         if isinstance(beside, Background):
@@ -202,6 +204,9 @@ class CodeInService:
             finally:  # until here steps of another thread wait
                 self.stop()
                 self.run = self._proved(self._steps.run)
+            if compiled is not None and self._config.bundle is BundleUse.SERVE_AHEAD:
+                assert self._source is not None
+                self._start(Libraries(self._source.request, self._records))
         elif failure:
             self._leave_bundle(failure)
         else:

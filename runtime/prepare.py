@@ -139,7 +139,7 @@ def _start(
     request: CompileRequest, config: Config, records: Records
 ) -> tuple[CompiledModel, Background | Verification | None]:
     """The code to start with, and what runs beside its steps."""
-    serves = config.compile and config.bundle is BundleUse.SERVE
+    serves = config.compile and config.bundle in (BundleUse.SERVE, BundleUse.SERVE_AHEAD)
     found = find_model(request) if serves else compile_model(request)
     if isinstance(found, BundleMiss):
         records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))

@@ -176,6 +176,13 @@ class Switched(Record, event="background.switched", level=logging.INFO):
     ms: float
 
 
+class LibrariesBuilt(Record, event="background.libraries", level=logging.INFO):
+    """The next start has libraries, or `reason` says why not."""
+
+    seconds: float
+    reason: str | None
+
+
 class WarmupStep(Record, event="warmup"):
     """Item `n` `of` warm-up is done."""
 

@@ -18,6 +18,7 @@ from .records import (
     CaptureRecord,
     ForecastAccuracy,
     HostValues,
+    LibrariesBuilt,
     NotVerified,
     Record,
     Records,
@@ -105,6 +106,7 @@ def background_facts(records: Records) -> dict[str, Any] | None:
         "phases": [phase.facts() for phase in phases],
         "failures": [failure.facts() for failure in failures],
         "switch": switched[0].facts() if switched else None,
+        "libraries": _facts(records, LibrariesBuilt),
     }
 
 

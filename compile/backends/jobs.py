@@ -27,6 +27,7 @@ from ...torch_compat.basics.symbolic import Located
 from ...torch_compat.compiling.piece_data import NotData, dump_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..guards.numerics_check import concrete_inputs, numeric_difference
+from ..guards.prover import Ranges
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
@@ -216,17 +217,10 @@ class _Shared:
 
     def divide(self, machine: Key) -> None:
         """Describe each job as a task; `here` are those that cannot be described."""
-        code, device = self.split.config.code, self.request.device
+        as_machine = Machine(self.split.config.code, self.request.device, machine)
         for number, job in self.jobs.items():
             try:
-                self.tasks[number] = Task(
-                    number=number,
-                    piece=job.unique.index,
-                    graph=_as_data(self.split, job, device),
-                    machine=Machine(code, device, machine),
-                    passes=tuple(each.name for each in job.passes),
-                    size=job.size,
-                )
+                self.tasks[number] = as_task(number, self.split, job, as_machine)
             except NotData as error:
                 self._here(job, str(error))
                 self.here.append(number)
@@ -296,14 +290,24 @@ class _Shared:
         self.request.events.emit("compile.here", piece=job.unique.index, reason=reason)
 
 
-def _as_data(split: SplitModel, job: Job, device: torch.device) -> bytes:
-    """The graph and options of a job; raises NotData."""
+def as_task(
+    number: int, split: SplitModel, job: Job, machine: Machine, limits: Ranges | None = None
+) -> Task:
+    """A job, or a library for the ranges `limits`, for a worker; raises NotData."""
     graph = job.unique.piece.module(split.trace.graph)
     if any(each not in SHIPPED for each in job.passes):
         raise NotData("a pass is of the program")
     if any(HANDLE in node.meta for node in graph.graph.nodes):
         raise NotData("an input may be an address")
-    return dump_piece(graph, plain_options(split, job, device))
+    return Task(
+        number=number,
+        piece=job.unique.index,
+        graph=dump_piece(graph, plain_options(split, job, machine.device)),
+        machine=machine,
+        passes=tuple(each.name for each in job.passes),
+        size=job.size,
+        limits=limits,
+    )
 
 
 def _not_loaded(args: list[Any]) -> Any:

@@ -39,12 +39,14 @@ from ...torch_compat.compiling.piece_data import inputs_mode, load_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import machine_key
 from ..guards.numerics_check import concrete_inputs
-from ..ir.compilation import Blobs
+from ..guards.prover import Ranges
+from ..ir.compilation import LIBRARY, Blobs
 from ..ir.config import CodeConfig, DynamicShapes
 from ..ir.locations import first_line
 from ..passes.graph_pass import SHIPPED, inductor_passes
 from ..pieces.piece import example_values, symbols_of
 from . import inductor
+from .aoti import build_library
 
 ALIVE_SECONDS = 1.0
 """How often a worker says that it is alive."""
@@ -78,6 +80,8 @@ class Task:
     machine: Machine
     passes: tuple[str, ...]
     size: int | None = None
+    limits: Ranges | None = None
+    """Set where an ahead-of-time library for these ranges is built."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,11 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
     events, machine = Events(), task.machine
     passes = [each for each in SHIPPED if each.name in task.passes]
     options |= inductor_passes(passes, events, task.piece)
+    if task.limits is not None:
+        began = time.perf_counter()
+        with reasoning_about_sizes(machine.code.dynamic_shapes.value):
+            library = build_library(graph, task.limits, machine.device, options)
+        return Compiled({LIBRARY: library}, [], began, time.perf_counter() - began, [])
     inputs = example_values(graph.graph)
     env = inputs_mode(graph.graph).shape_env
     symbols, known = symbols_of(inputs), number_of_guards(env)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch import nn
 
+from piecegraph import compile_ahead
 from piecegraph.cache import Cache
+from piecegraph.compile import ahead
 from piecegraph.compile.backends import inductor
 from piecegraph.compile.backends import workers as pool
 from piecegraph.compile.backends.worker import Failed, Machine, Refused, Start, Task
@@ -255,6 +257,50 @@ def test_code_of_a_worker_equals_that_of_this_process(real: Any) -> None:
     assert blobs.keys() == expected.keys()
     # a kernel is named by its source; the linker writes the folder of the compile into it
     assert any(name.startswith(KERNEL) for name in expected)
+
+
+@pytest.mark.heavy
+def test_libraries_are_built_by_workers_and_the_rest_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setenv(pool.THREADS, "3")
+    monkeypatch.setattr(Workers, "take_back", lambda workers: None)  # workers have all the time
+    config, events = Config(inputs=X, splitting_ops=MIX, cache_dir=tmp_path), Events()
+    assert compile_ahead(Ops(), config, events=events)
+    built = [span.facts for span in events.spans if span.name == "compile.library"]
+    by = {(facts["piece"], facts.get("by")) for facts in built}
+    assert by == {(0, "worker"), (1, None)}  # the second piece has an op of this program
+    assert len(built) == events.counters["library_compiles"]
+
+
+@pytest.mark.heavy
+def test_a_library_that_a_worker_cannot_build_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ahead, "workers_for", lambda request: nullcontext(Failing()))
+    config, events = Config(inputs=X, splitting_ops=MIX, cache_dir=tmp_path), Events()
+    assert not compile_ahead(Ops(), config, events=events)
+    (failed,) = events.named("compile.library_failed")
+    assert failed.facts["piece"] == 0
+    assert "no such thing" in failed.facts["reason"]
+
+
+class Failing:
+    """A pool that compiles no piece, and fails at libraries."""
+
+    def give(self, given: list[Task]) -> None:
+        self.given = given
+
+    def take_back(self) -> None:
+        return None
+
+    def reply(self, timeout_s: float = 0.0) -> Any:
+        if not self.given:
+            return None
+        task = self.given.pop()
+        failed = Failed("TypeError: no such thing", "")
+        return task, Refused("a test") if task.limits is None or task.piece else failed
 
 
 @pytest.mark.heavy

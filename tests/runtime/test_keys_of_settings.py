@@ -113,6 +113,7 @@ def test_each_setting_was_changed_and_there_are_at_most_45() -> None:
         ("codegen.passes", {"functionalization": True}, NONE),
         ("codegen.passes", {"dedupe": False}, TRACE),
         ("bundle", "serve", NONE),
+        ("bundle", "serve_ahead", NONE),
     ],
 )
 def test_what_a_setting_means_is_in_keys(

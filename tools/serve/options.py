@@ -21,7 +21,7 @@ from .trace import EXCERPT
 
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
-BUNDLE = ("use", "serve", "force")
+BUNDLE = ("use", "serve", "serve_ahead", "force")
 VERIFY = ("none", "sample", "all")
 ATTENTION = ("plain", "triton")
 LARGEST_SCALE = 10_000

@@ -3,7 +3,7 @@
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
 rendezvous file) of a start among several; `version` is that of the library, and `skew` the seconds
 by which the clock is wrong; other options are settings of `Config`. With `bundle="serve"` steps run
-until compiled code serves.
+until compiled code serves, with "serve_ahead" until there are libraries.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     if prepared.resolved.mode is not GraphMode.NONE:
         prepared.capture(lambda descriptor, mode: None)
     uncompiled = 0.0
-    while (prepared.report()["background"] or {}).get("state") == "compiling":
+    ends_with = "libraries" if options.get("bundle") == "serve_ahead" else "switch"
+    while (beside := prepared.report()["background"]) and not (
+        beside["failures"] or beside[ends_with]
+    ):
         uncompiled = max(uncompiled, *(_difference(prepared, model, size) for size in SIZES))
         time.sleep(0.02)  # leaves time for the child
     if ahead:

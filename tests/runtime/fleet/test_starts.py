@@ -93,6 +93,17 @@ def test_a_machine_without_a_compiler_serves_uncompiled(
     assert outcome["error_of_results"] == 0
 
 
+def test_a_start_that_serves_builds_libraries_for_the_next_one(
+    start_once: StartOnce, tmp_path: Path
+) -> None:
+    cold = start_once(tmp_path / "cache", bundle="serve_ahead")
+    (built,) = cold["background"]["libraries"]
+    assert (cold["hit"], cold["background"]["state"], built["reason"]) == (False, "compiled", None)
+    warm = start_once(tmp_path / "cache", bundle="force")
+    assert (warm["hit"], warm["compilers_loaded"]) == (True, [])
+    assert max(cold["error_of_results"], warm["error_of_results"]) < 1e-4
+
+
 WAYS = {
     "returns": ("pass", 0),
     "_exit": ("os._exit(3)", 3),

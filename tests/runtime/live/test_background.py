@@ -26,7 +26,9 @@ from piecegraph import (
     Ranks,
     StepObserver,
 )
+from piecegraph.compile import ahead
 from piecegraph.compile.backends import registry
+from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.records import BackgroundFailure, Switched
@@ -417,3 +419,66 @@ def test_ranks_switch_at_the_same_step_or_not_at_all(
     ]
     phases = [phase["phase"] for report in (one, other) for phase in report["background"]["phases"]]
     assert phases.count("trace.dynamo") == 1  # one rank compiled for both
+
+
+def libraries(served: LiveServed) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = facts(served)["libraries"]
+    return found
+
+
+@pytest.mark.compile
+def test_libraries_are_built_once_compiled_code_serves(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(request: CompileRequest) -> bool:
+        request.events.emit("compile.library_failed", piece=0, reason="no such op")
+        return False
+
+    monkeypatch.setattr(ahead, "compile_ahead", build)
+    served = serve_cold(bundle="serve_ahead", steps={"after_seal": "raise_all"})
+    served.prepared.capture()
+    served.prepared.seal()
+    serve_until_over(served)
+    while not libraries(served):
+        served.step(3, 1)
+    assert [each["reason"] for each in libraries(served)] == ["no such op"]
+    assert len(served.prepared.events.named("background.libraries")) == 1
+    assert served.step(3, 1) == "PIECEWISE 4"
+    assert served.prepared._code.beside is None
+
+
+@pytest.mark.compile
+def test_an_error_while_libraries_are_built_does_not_reach_steps(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
+    served = serve_cold(bundle="serve_ahead")
+    served.prepared.wait_until_compiled()
+    while not libraries(served):
+        served.step(3, 1)
+    assert "AttributeError" in libraries(served)[0]["reason"]
+    served.step(3, 1)
+    assert facts(served)["state"] == "compiled"
+
+
+@pytest.mark.compile
+def test_closing_ends_the_building_of_libraries(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def build(request: CompileRequest) -> bool:
+        begun.set()
+        while True:
+            request.checkpoint()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(ahead, "compile_ahead", build)
+    served = serve_cold(bundle="serve_ahead")
+    served.prepared.wait_until_compiled()
+    assert begun.wait(60)
+    served.step(3, 1)
+    served.prepared.close()
+    while any(thread.name == "piecegraph-libraries" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert libraries(served) == []
