@@ -8,11 +8,9 @@ nor Inductor. The model is traced again; its artifacts come from the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from ..cache.keys.encoder import Undescribable
 from ..errors import LibraryUnusable
@@ -33,7 +31,7 @@ from .backends.jobs import (
 from .backends.registry import compiler_named
 from .backends.schedule import Job
 from .backends.worker import Compiled as CompiledInWorker
-from .backends.worker import Failed, Machine, Refused, Task
+from .backends.worker import Failed, Machine, Reply, Task
 from .backends.workers import Workers, workers_for
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import machine_key, trace_key
@@ -74,80 +72,68 @@ def compile_ahead(request: CompileRequest) -> bool:
 def _with_libraries(
     request: CompileRequest, compiled: Compiled, workers: Workers | None
 ) -> list[Blobs] | None:
-    """The artifacts with a library each, all stored; None if one of them cannot have one."""
+    """The artifacts with a library each, all stored; None if one of them cannot have one.
+
+    Workers build what can be sent to them, and this process the rest.
+    """
     artifacts = [result.blobs for result in compiled.results]
-    missing = [number for number, blobs in enumerate(artifacts) if LIBRARY not in blobs]
-    for number, build in _builders(request, {n: compiled.jobs[n] for n in missing}, workers):
-        job, result = compiled.jobs[number][1], compiled.results[number]
+    here = [number for number, blobs in enumerate(artifacts) if LIBRARY not in blobs]
+    tasks = _tasks(request, compiled, here) if workers is not None else {}
+    here = [number for number in here if number not in tasks]
+    if workers is not None:
+        workers.give([*tasks.values()])
+    while here or tasks:
+        request.checkpoint()
+        reply: Reply | None = None
+        if here:
+            number = here.pop()
+        elif workers is not None and isinstance(message := workers.reply(POLL_SECONDS), tuple):
+            number, reply = tasks.pop(message[0].number).number, message[1]
+        else:
+            continue
+        (split, job), result = compiled.jobs[number], compiled.results[number]
         with _reporting_failures(request.events, job):
-            artifacts[number] = {**result.blobs, LIBRARY: build()}
+            match reply:
+                case Failed():
+                    raise LibraryUnusable(reason=reply.reason)
+                case CompiledInWorker():
+                    library = reply.blobs[LIBRARY]
+                case _:  # no worker can build it
+                    library = _library(request, split, job)
+            artifacts[number] = {**result.blobs, LIBRARY: library}
             request.events.count("library_compiles")
             store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
-def _builders(
-    request: CompileRequest, jobs: dict[int, tuple[SplitModel, Job]], workers: Workers | None
-) -> Iterator[tuple[int, Callable[[], bytes]]]:
-    """What gives the library of each job. Workers build those that can be sent to them, and this
-    process the rest; where it does not serve, also those that no worker has begun."""
-    tasks: dict[int, Task] = {}
-    if workers is not None:
-        for number, (split, job) in jobs.items():
-            code = split.config.code
-            machine = Machine(code, request.device, machine_key(code, request.device))
-            with suppress(NotData):
-                tasks[number] = as_task(number, split, job, machine, _limits(split, job))
-        workers.give([*tasks.values()])
-    here = [number for number in jobs if number not in tasks]
-    while here or tasks:
-        request.checkpoint()
-        if here:
-            number = here.pop()
-            yield number, partial(_library, request, *jobs[number])
-            continue
-        assert workers is not None
-        if not request.serving and (task := workers.take_back()) is not None:
-            here.append(tasks.pop(task.number).number)
-        elif isinstance(message := workers.reply(POLL_SECONDS), tuple):
-            number = tasks.pop(message[0].number).number
-            if isinstance(message[1], Refused):
-                here.append(number)
-            else:
-                yield number, partial(_received, request, jobs[number][1], message[1])
-
-
-def _received(request: CompileRequest, job: Job, reply: CompiledInWorker | Failed) -> bytes:
-    if isinstance(reply, Failed):
-        raise LibraryUnusable(reason=reply.reason)
-    facts = {**_facts(job), "by": "worker"}
-    request.events.past_span("compile.library", reply.began, reply.seconds, **facts)
-    return reply.blobs[LIBRARY]
+def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> dict[int, Task]:
+    """Jobs whose libraries workers can build, by number."""
+    tasks = {}
+    for number in numbers:
+        split, job = compiled.jobs[number]
+        code = split.config.code
+        machine = Machine(code, request.device, machine_key(code, request.device))
+        with suppress(NotData):
+            tasks[number] = as_task(number, split, job, machine, _limits(split, job))
+    return tasks
 
 
 @contextmanager
 def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
     """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
+    index = job.unique.index
     try:
-        yield
+        with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
+            yield
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        facts = {"piece": job.unique.index, "reason": reason}
-        events.emit("compile.library_failed", level=logging.WARNING, **facts)
-
-
-def _facts(job: Job) -> dict[str, Any]:
-    return {"piece": job.unique.index, "digest": job.unique.digest[:12]}
+        events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     graph = job.unique.piece.module(split.trace.graph)
     options = compiler_options(split, job, request.device, request.events)
-    with (
-        request.events.span("compile.library", **_facts(job)),
-        compiling(),
-        reasoning_about_sizes(split.config.code.dynamic_shapes.value),
-    ):
+    with compiling(), reasoning_about_sizes(split.config.code.dynamic_shapes.value):
         return build_library(graph, _limits(split, job), request.device, options)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ..compile.ir.compilation import BundleMiss, CompileRecords, CompileRequest
+from ..compile.ir.compilation import BundleMiss, CompileRequest
 from ..compile.pipeline import compile_missing, without_bundle
 from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import Loaded, NoBundle
@@ -17,9 +17,11 @@ from ..errors import ModelMismatch
 from ..events import Event
 from .ranks import Exchange
 from .records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
-from .tracing_thread import TracingThread
+from .tracing_thread import TracingThread, beside_steps
 
 ATTEMPTS = 3
+FAULTS = ("compile.library_failed", "bundle.not_kept", "cache.publish_failed")
+"""Events that say why there are no libraries."""
 
 
 class Background:
@@ -67,13 +69,7 @@ class Background:
         apart.events.phase_listeners.append(self._note)
         for events in (apart.events, self._records.events):  # a cache emits those of the start
             events.listeners.append(self._tell)
-        request = replace(
-            self._missing.request,
-            records=CompileRecords(),
-            events=apart.events,
-            serving=True,
-            checkpoint=self.thread.checkpoint,
-        )
+        request = beside_steps(self._missing.request, apart, self.thread)
         try:
             for _ in range(ATTEMPTS):  # a model that is changed meanwhile is compiled again
                 compile_missing(replace(self._missing, request=request))
@@ -120,39 +116,22 @@ class Libraries:
         self._request = request
         self._records = records
         self._began = time.perf_counter()
-        self._faults: list[str] = []
         self.thread = TracingThread("piecegraph-libraries", self._build, self._failed)
 
     def _build(self) -> str:
         from ..compile.ahead import compile_ahead
 
         apart = Records(self._records.events.parent)
-        request = replace(
-            self._request,
-            records=CompileRecords(),
-            events=apart.events,
-            serving=True,
-            checkpoint=self.thread.checkpoint,
-        )
-        listeners = [events.listeners for events in (apart.events, self._records.events)]
-        for each in listeners:
-            each.append(self._tell)
-        try:
-            compile_ahead(request)
-        finally:
-            for each in listeners:
-                each.remove(self._tell)
-        return self._over("; ".join(dict.fromkeys(self._faults)) or None)
+        compile_ahead(beside_steps(self._request, apart, self.thread))
+        both = (apart.events, self._records.events)  # a cache emits those of the start
+        found = [event for events in both for name in FAULTS for event in events.named(name)]
+        return self._over("; ".join(dict.fromkeys(event.facts["reason"] for event in found)))
 
     def _failed(self, error: Exception) -> str:
         return self._over(f"{type(error).__name__}: {error}")
 
-    def _over(self, reason: str | None) -> str:
+    def _over(self, reason: str) -> str:
         """Compiled code goes on serving, whatever the reason."""
         seconds = round(time.perf_counter() - self._began, 3)
-        self._records.add(LibrariesBuilt(seconds, reason))
+        self._records.add(LibrariesBuilt(seconds, reason or None))
         return ""
-
-    def _tell(self, event: Event) -> None:
-        if event.name in ("compile.library_failed", "bundle.not_kept", "cache.publish_failed"):
-            self._faults.append(str(event.facts["reason"]))

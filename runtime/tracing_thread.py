@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import replace
 
 import torch
 
+from ..compile.ir.compilation import CompileRequest
 from ..torch_compat.tracing.other_threads import unseen_by_other_threads
 from .after_seal import allow_compilation
 from .ranks import Exchange
+from .records import Records
 
 SWITCH_INTERVAL_S = 0.0001
 """How soon the trace gives the interpreter to a step that waits for it; Python's default is 5 ms.
@@ -165,3 +168,11 @@ class TracingThread:
                 yield
             finally:
                 sys.setswitchinterval(before)
+
+
+def beside_steps(request: CompileRequest, apart: Records, thread: TracingThread) -> CompileRequest:
+    """The request for work in `thread`, with records of its own: a start's stay as they are."""
+    return replace(
+        request, records=apart.compile, events=apart.events, serving=True,
+        checkpoint=thread.checkpoint,
+    )  # fmt: skip

@@ -6,14 +6,13 @@ Every warm start does: what a model depends on has no end, so that no other star
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
-from ..compile.ir.compilation import CompileRecords, CompileRequest
+from ..compile.ir.compilation import CompileRequest
 from ..compile.ir.plan import Plan
 from ..errors import BundleStale
 from .records import NotVerified, Records, Stale, Verified
 from .report import verified
-from .tracing_thread import TracingThread
+from .tracing_thread import TracingThread, beside_steps
 
 LATEST_START_S = 5.0
 """A trace begins when the model is ready, and at most so long after `prepare`."""
@@ -59,13 +58,7 @@ class Verification:
         from ..compile.verify import first_difference
 
         began, apart = time.perf_counter(), Records()
-        request = replace(
-            self._request,
-            records=CompileRecords(),
-            events=apart.events,
-            serving=True,
-            checkpoint=self.thread.checkpoint,
-        )
+        request = beside_steps(self._request, apart, self.thread)
         try:
             difference = first_difference(request, self._plan)
         except Exception as error:
