@@ -606,11 +606,6 @@ class ToolMissing(ConfigError):
     todo = "Install it with `pip install 'piecegraph[{extra}]'`, or '.[{extra}]' in a checkout."
 
 
-class ToolFailed(RunError):
-    what = "{name} failed: {reason}"
-    todo = "See its output above."
-
-
 class NoSuchEntry(ConfigError):
     what = "the cache at {path} has no entry {name!r}"
     todo = "List the entries with `piecegraph cache list`; the first digits of a key are enough."

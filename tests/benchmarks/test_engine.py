@@ -8,7 +8,7 @@ import pytest
 
 from piecegraph.benchmarks import engine
 from piecegraph.benchmarks.__main__ import main
-from piecegraph.errors import ToolFailed
+from piecegraph.errors import InvalidSetting
 
 ANSWERS = """#!/bin/sh
 case $4 in
@@ -82,7 +82,7 @@ def test_an_engine_is_compared_with_itself(fake, tmp_path, capsys):
 
 def test_an_engine_that_fails_is_quoted(fake):
     fake("#!/bin/sh\necho 'no module named vllm' >&2\nexit 3\n")
-    with pytest.raises(ToolFailed, match="vllm.*it ended with 3: no module named vllm"):
+    with pytest.raises(InvalidSetting, match="vllm.*it ended with 3: no module named vllm"):
         engine.run("vllm", layers=1, hidden=128, rounds=1, runs=1)
 
 

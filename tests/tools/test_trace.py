@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.tools.cli.app import main
-from piecegraph.tools.cli.trace_command import find_tlparse
-
 SMALL = (
     "--model layers=2,hidden=16,heads=2,vocab=32 --requests 2 --capture-sizes 1,2 --json /dev/null"
 )
@@ -67,17 +64,23 @@ COLD = {
 CACHED = {"piecegraph_cache_lookup", "piecegraph_cache_hit"}
 
 
-def traced_run(arguments, folder):
-    """Run the main job under TORCH_TRACE; the artifacts' texts by name, as tlparse renders them."""
+def rendered(command, folder):
+    """Run a command under TORCH_TRACE; the folder of the pages that tlparse makes of its trace."""
     environment = {**os.environ, "TORCH_TRACE": str(folder / "trace")}
-    command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (log,) = (folder / "trace").glob("*.log")
-    parsed = [find_tlparse(), str(log), "-o", str(folder / "pages"), "--strict", "--no-browser"]
+    tlparse = Path(sys.executable).with_name("tlparse")
+    parsed = [tlparse, log, "-o", folder / "pages", "--strict", "--no-browser"]
     subprocess.run(parsed, check=True, capture_output=True)
+    return folder / "pages"
+
+
+def traced_run(arguments, folder):
+    """Artifacts of the main job by name, as tlparse renders them."""
     found: dict[str, list[str]] = {}
-    pages = (folder / "pages").glob("*/piecegraph_*")
+    command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
+    pages = rendered(command, folder).glob("*/piecegraph_*")
     for page in sorted(pages, key=lambda page: int(page.stem.rpartition("_")[2])):
         found.setdefault(page.stem.rpartition("_")[0], []).append(page.read_text())
     return found
@@ -129,12 +132,9 @@ def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
 
 
 @pytest.mark.compile
-def test_any_program_is_traced_and_each_piece_has_a_compile_id(tmp_path, capsys, monkeypatch):
+def test_any_program_is_traced_and_each_piece_has_a_compile_id(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-    assert main(["trace", "--output", "pages", "--", sys.executable, "program.py"]) == 0
-    assert capsys.readouterr().out.endswith(f"rendered: {Path('pages') / 'index.html'}\n")
-    pages = tmp_path / "pages"
+    pages = rendered([sys.executable, tmp_path / "program.py"], tmp_path)
     nested = {
         (page.parent.name, page.stem.rpartition("_")[0]) for page in pages.glob("*/piecegraph_*")
     }
@@ -146,34 +146,6 @@ def test_any_program_is_traced_and_each_piece_has_a_compile_id(tmp_path, capsys,
     index = (pages / "index.html").read_text()
     assert "in piece 0, tokens 1 to 64" in index
     assert "in Model" in index
-
-
-def test_the_commands_status_is_passed_on(tmp_path, capsys):
-    output = ["--output", str(tmp_path / "pages")]
-    assert main(["trace", *output, "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
-    assert "left no trace" in capsys.readouterr().err
-    assert main(["trace", *output, "--", "/does/not/exist"]) == 2
-
-
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    (tmp_path / "precious.txt").write_text("")
-    assert main(["trace", "--output", str(tmp_path), "--", "true"]) == 2
-    assert main(["trace", "--output", str(tmp_path / "precious.txt"), "--", "true"]) == 2
-
-
-def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("piecegraph.tools.cli.trace_command.sys.executable", "/nowhere/python")
-    monkeypatch.setenv("PATH", "")
-    assert main(["trace", "--", "true"]) == 2
-    assert "pip install 'piecegraph[tools]'" in capsys.readouterr().err
-
-
-def test_a_failing_tlparse_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("piecegraph.tools.cli.trace_command.find_tlparse", lambda: "false")
-    code = "import os, pathlib; pathlib.Path(os.environ['TORCH_TRACE'], 'a.log').write_text('')"
-    run = ["--", sys.executable, "-c", code]
-    assert main(["trace", "--output", str(tmp_path / "pages"), *run]) == 3
-    assert "error: tlparse failed: " in capsys.readouterr().err
 
 
 def _made(folder):

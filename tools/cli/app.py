@@ -34,7 +34,6 @@ from .run_commands import (
     run_command,
 )
 from .sizes_commands import sizes_app
-from .trace_command import trace_command
 
 BAD_VALUE, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 3, 130, 141
 LEVELS = ("debug", "info", "warning", "error")
@@ -183,7 +182,6 @@ app.command("doctor")(doctor_command)
 app.command("bisect")(bisect_command)
 app.command("explain")(explain_command)
 app.command("profile")(profile_command)
-app.command("trace")(trace_command)
 app.add_typer(cache_app, name="cache")
 app.add_typer(check_app, name="check")
 
