@@ -213,14 +213,15 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     """A step was other than the uncompiled model's. `out_of_service` is a `shadow.Cause`.
 
     `difference` and `tolerance` are relative to the largest element of the row, in units of its
-    dtype's precision. `file` has the step.
+    dtype's precision; `difference` is None for what has no distance: another shape, a NaN, memory
+    that only one wrote. `file` has the step.
     """
 
     mode: str
     num_tokens: int
     padded: int
     graph_index: int
-    difference: float
+    difference: float | None
     tolerance: float
     out_of_service: str
     graphs: list[str]

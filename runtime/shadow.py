@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -108,8 +109,6 @@ class _Step:
     num_tokens: int = 0
     written: list[Tensor] | None = None
     """Elements of each tensor of `state` that the uncompiled model changes."""
-    by_padding: list[Tensor] | None = None
-    """And those that it changes on inputs padded as those of the step."""
 
 
 class ShadowSteps:
@@ -322,9 +321,12 @@ class ShadowSteps:
 
         return self._compared(step, *self._run(step, decision, run))
 
-    def _run(self, step: _Step, decision: Decision, run: Run) -> tuple[Any, Kept, Kept]:
-        """What `run(metadata)` gives from the state before the step, and the state around it."""
-        step.before.restore()
+    def _run(
+        self, step: _Step, decision: Decision, run: Run, start: Kept | None = None
+    ) -> tuple[Any, Kept, Kept]:
+        """What `run(metadata)` gives from a state, that before the step unless one is given, and
+        the state around it."""
+        (start or step.before).restore()
         same = decision.descriptor == step.decision.descriptor and not self._waits
         metadata = step.metadata if same else self.rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
@@ -337,11 +339,11 @@ class ShadowSteps:
         changed = before.changed(after)
         step.written = step.written or changed
         elsewhere = _but(changed, step.written)
-        if any(map(torch.any, elsewhere)):
-            if step.by_padding is None:
-                _, before, padded = self._run(step, step.decision, self._padded_runs(step)[1])
-                step.by_padding = before.changed(padded)
-            elsewhere = _but(elsewhere, step.by_padding)
+        for start in (step.before, after):  # what is written may be what was there in one of them
+            if any(map(torch.any, elsewhere)):
+                model = self._padded_runs(step)[1]
+                _, unpadded, padded = self._run(step, step.decision, model, start)
+                elsewhere = _but(elsewhere, unpadded.changed(padded))
         return results, after.rows_of(step.written), any(map(torch.any, elsewhere))
 
     def _cause(self, step: _Step, expected: Any) -> tuple[Cause, list[int]]:
@@ -428,8 +430,8 @@ class ShadowSteps:
         self._records.add(
             WrongStep(
                 decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
-                decision.graph_index, apart, tolerance, out.value, names,
-                str(file) if file else None,
+                decision.graph_index, apart if isfinite(apart) else None, tolerance, out.value,
+                names, str(file) if file else None,
             )
         )  # fmt: skip
 

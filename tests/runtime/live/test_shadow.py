@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,8 +165,11 @@ def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve: Prepare) -> 
     assert len(served.prepared.records.of(WrongStep)) == 1
 
 
-def test_metadata_that_a_graph_froze_takes_the_graphs_of_the_mode_out(serve: Prepare) -> None:
+def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(
+    serve: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = serve(shadow=EACH)
+    monkeypatch.setattr(type(served.stage), "graph_constants", ("gain",), raising=False)
     as_decode(served)
     served.stage.gain = 1.0
     served.prepared.capture()
@@ -296,6 +300,20 @@ def test_writes_of_padding_are_no_fault(prepare_decoder: Callable[..., PreparedM
     assert prepared.report()["shadow"]["proved"] == [{"mode": "FULL", "num_tokens": 4, "count": 1}]
 
 
+def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    def rounded(args: list[Any]) -> list[Any]:
+        return [x * (1 + 2**-22) if x.shape == (8,) else x for x in args]
+
+    prepared = prepare_decoder(rounded)
+    kv, bias = prepared.compiled.model.kv, prepared.compiled.model.linear.bias
+    kv[DUMP] = bias  # what the model writes for padding
+    decode(prepared)
+    assert not torch.equal(kv[DUMP], bias)
+    assert prepared.records.of(WrongStep) == []
+
+
 def test_a_write_to_another_slot_is_found(
     prepare_decoder: Callable[..., PreparedModel],
 ) -> None:
@@ -309,6 +327,9 @@ def test_a_write_to_another_slot_is_found(
     decode(prepared)
     assert the_wrong_step(prepared).out_of_service == Cause.CODE
     assert not prepared.compiled.model.kv[40].any()
+    (wrong,) = prepared.report()["shadow"]["wrong"]
+    assert wrong["difference"] is None
+    json.dumps(wrong, allow_nan=False)
 
 
 def test_without_compiling_steps_are_proved_too(
