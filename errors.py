@@ -443,6 +443,14 @@ class HostReadInCapture(RunError):
     todo = "Compute it on the device, or put the code into a splitting op."
 
 
+class HostCopyInCapture(RunError):
+    what = "{op} makes a tensor on the host, which is copied to the device inside a captured region"
+    todo = (
+        "Make it on the device (device=x.device), make it once and keep it as a buffer, or put the "
+        "code into a splitting op."
+    )
+
+
 class EagerResultChanged(RunError):
     what = "splitting op {op} returned {got} at replay, but {expected} at capture"
     todo = "The results of a splitting op must have the same form at each padded size."

@@ -17,7 +17,7 @@ from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.ir.plan import Plan
 from ...compile.plan.codegen import Hook
 from ...compile.plan.compiled_model import CompiledModel
-from ...errors import HostReadInCapture
+from ...errors import HostCopyInCapture, HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
 from ...torch_compat.compiling.regions import regions_through
@@ -94,10 +94,10 @@ def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
             return fn(*args)
         try:
             result: R = recorder.piece(fn, args)
-        except HostReadInCapture as error:
+        except (HostReadInCapture, HostCopyInCapture) as error:
             name = str(error.facts["op"]).split(".")[:2][-1]
             where = error.where or op_line(text, re.compile(rf"\b{name}\("))
-            raise HostReadInCapture(where=where, **error.facts) from error
+            raise type(error)(where=where, **error.facts) from error
         return result
 
     return piece

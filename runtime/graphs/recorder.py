@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -28,10 +29,12 @@ from torch import Tensor
 from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
+from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..steps.forward_context import CURRENT
 from ..steps.step_reads import NotingContext, StepReads
+from .host_copies import HostCopies
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
@@ -60,14 +63,16 @@ def record(
     recorder = Recorder(session, breaks, modules)
     token = ACTIVE.set(recorder)
     try:
-        fn(*inputs)
+        with regions_noted(recorder.note_region):
+            fn(*inputs)
     except BaseException:
         ACTIVE.reset(token)
         raise
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
-        outputs = recorder.in_context(fn)(*inputs)
+        with recorder.host_copies():
+            outputs = recorder.in_context(fn)(*inputs)
         recorder.finish()
     except BaseException as error:
         recorder.abort()
@@ -98,11 +103,22 @@ class Recorder:
         self._session = session
         self._open: Capture | None = None
         self._in_op = False
+        self._has_regions = False
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
         self.reads = StepReads()
         context = CURRENT.get()
         self._context = NotingContext(context, self.reads) if context is not None else None
+
+    def note_region(self) -> None:
+        """The warm-up run enters a region that the model compiles itself."""
+        self._has_regions |= ACTIVE.get() is self  # not a region of another thread
+
+    def host_copies(self) -> AbstractContextManager[Any]:
+        """Refuse copies from the host that a CPU does not show. A function mode would have the
+        regions of the model compiled once more."""
+        emulated = self._session.backend.runs_python and not self._has_regions
+        return HostCopies(lambda: self._open is not None) if emulated else nullcontext()
 
     def begin(self) -> None:
         """Open a graph."""

@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -184,6 +185,12 @@ def without_modes() -> AbstractContextManager[Any]:
 def last_modes() -> tuple[Any, Any]:
     """The dispatch mode and the function mode that this thread entered last; None for none."""
     return _get_current_dispatch_mode(), _get_current_function_mode()  # type: ignore[no-untyped-call]
+
+
+def has_default_device() -> bool:
+    """Whether tensors that are made without a device are made on one that a program set."""
+    stack: Any = _get_current_function_mode_stack
+    return any(isinstance(mode, DeviceContext) for mode in stack())
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -11,6 +11,24 @@ from ..basics.patch import replaced
 
 
 @contextmanager
+def regions_noted(note: Callable[[], object]) -> Iterator[None]:
+    """Call `note` where a thread enters a region, of any backend of `torch.compile`."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        yield
+        return
+    original: Any = module._callback_from_stance
+
+    def entered(callback: Any) -> Any:
+        if callback:
+            note()
+        return original(callback)
+
+    with replaced(module, "_callback_from_stance", entered):
+        yield
+
+
+@contextmanager
 def regions_through(hook: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Call `hook(code)` in place of each code of Inductor: no dispatch mode sees what it runs."""
     module = sys.modules.get("torch._inductor.output_code")

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
-from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
+from piecegraph import (
+    Batch,
+    Config,
+    PreparedModel,
+    break_graph,
+    get_forward_context,
+    prepare,
+)
 from piecegraph.errors import AllCapturesFailed, HostValueChanged, StaleContext
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
+from piecegraph.torch_compat.basics.tensors import last_modes
 
 pytestmark = pytest.mark.compile
 
@@ -220,3 +229,133 @@ def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled: 
         assert str(caught.value.where).endswith(f"test_faithful_replay.py:{line}")
     assert prepared.refresh() == (0,)
     assert step(prepared, None).unique().item() == 10
+
+
+def moved_by_device(x: Tensor) -> Tensor:
+    return x + torch.arange(4).to(x.device)
+
+
+def moved_after_work(x: Tensor) -> Tensor:
+    return x + (torch.ones(4) * 2).float().to(dtype=x.dtype, device=x.device)
+
+
+def moved_to_another(x: Tensor) -> Tensor:
+    return x + torch.tensor([1, 2, 3, 4]).to(x)
+
+
+def made_on_the_device(x: Tensor) -> Tensor:
+    return x.to(x.device) + torch.arange(4, device=x.device).to(x.dtype).to(x.device)
+
+
+def other_dtype(x: Tensor) -> Tensor:
+    return x + torch.arange(4).to(x.dtype)
+
+
+def form_from_the_host(x: Tensor) -> Tensor:
+    return x + torch.zeros_like(torch.arange(4), device=x.device).to(x.device)
+
+
+MADE_ON_THE_HOST = [moved_by_device, moved_after_work, moved_to_another]
+
+
+class Calls(nn.Module):
+    """Calls a function, and keeps a table that it makes in the first call."""
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], keeps: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.fn, self.keeps, self.table = fn, keeps, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x * self.weight
+        if not self.keeps:
+            return self.fn(y)
+        if self.table is None:
+            self.table = self.fn(torch.zeros(4))
+        return y + self.table
+
+
+def captured(model: nn.Module, compiler: str | None) -> PreparedModel:
+    """`compiler` is None for a model that is not traced."""
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
+        capture_sizes=(2,), graph_mode="FULL", cache=False, attention={"support": "ALWAYS"},
+        compile=compiler is not None,
+    )  # fmt: skip
+    config = config.changed(compiler=compiler) if compiler else config
+    prepared = prepare(model, config, backend=ReplayBackend(ReplayOptions()))
+    prepared.capture()
+    return prepared
+
+
+@pytest.mark.parametrize("compiler", ["eager", None])
+@pytest.mark.parametrize("fn", MADE_ON_THE_HOST)
+def test_a_copy_from_the_host_fails_the_capture_with_the_line_that_made_it(
+    fn: Callable[[Tensor], Tensor], compiler: str | None
+) -> None:
+    line = fn.__code__.co_firstlineno + 1
+    named = rf"HostCopyInCapture: \w+ makes .*test_faithful_replay.py:{line}\).*device=x\.device"
+    with pytest.raises(AllCapturesFailed, match=named):
+        captured(Calls(fn), compiler)
+
+
+def test_inductor_makes_a_tensor_of_the_host_on_the_device() -> None:
+    prepared = captured(Calls(moved_by_device), "inductor")
+    assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", None])
+@pytest.mark.parametrize("fn", [made_on_the_device, other_dtype, form_from_the_host])
+def test_what_copies_nothing_from_the_host_is_captured(
+    fn: Callable[[Tensor], Tensor], compiler: str | None
+) -> None:
+    prepared = captured(Calls(fn), compiler)
+    assert step(prepared, None).tolist() == fn(torch.ones(2, 4)).tolist()
+
+
+@pytest.mark.parametrize("compiler", ["eager", None])
+def test_under_a_default_device_nothing_is_made_on_the_host(compiler: str | None) -> None:
+    with torch.device("cpu"):
+        prepared = captured(Calls(moved_by_device), compiler)
+    assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
+
+
+def test_a_table_that_the_warm_up_run_copied_from_the_host_is_captured() -> None:
+    prepared = captured(Calls(moved_by_device, keeps=True), None)
+    assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
+
+
+def test_a_device_that_is_set_around_a_break_inside_the_model() -> None:
+    """The mode that looks for copies is below that of the model."""
+    double = break_graph(lambda y: y.mul_(2))
+
+    def breaks(x: Tensor) -> Tensor:
+        with torch.device(x.device):
+            y = x + torch.arange(4).to(x.device)
+            double(y)
+        return y + 1
+
+    prepared = prepare(
+        Calls(breaks),
+        Config(
+            inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
+            capture_sizes=(2,), graph_mode="PIECEWISE", cache=False, compile=False,
+        ),
+        backend=ReplayBackend(ReplayOptions()),
+    )  # fmt: skip
+    prepared.capture()
+    assert step(prepared, None).tolist() == [[3, 5, 7, 9]] * 2
+    assert last_modes()[1] is None
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend: str) -> None:
+    compiled: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward if backend == "eager" else compile_fx(graph, inputs)
+
+    prepared = captured(Calls(torch.compile(moved_by_device, backend=count)), None)
+    step(prepared, None)
+    assert len(compiled) == 1
