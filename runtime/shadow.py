@@ -511,9 +511,10 @@ def _batch(step: _Step) -> Batch:
     """A batch that is dispatched as the step was."""
     descriptor, tokens = step.decision.descriptor, step.num_tokens
     query_len = descriptor.uniform_query_len
+    others = 1 if descriptor.for_decode else tokens  # one request: a limit on them is not exceeded
     return Batch(
         tokens,
-        -(-tokens // (query_len or descriptor.max_query_len or 1)),
+        -(-tokens // (query_len or descriptor.max_query_len or others)),
         is_decode=descriptor.for_decode,
         query_len=query_len,
         num_loras=descriptor.lora_case,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import model_policy
@@ -341,6 +341,17 @@ def test_without_compiling_steps_are_proved_too(
     facts = prepared.report()["shadow"]
     assert [row["num_tokens"] for row in facts["proved"]] == [4]
     assert (facts["wrong"], facts["stopped"]) == ([], None)
+
+
+def test_the_saved_step_of_a_long_prompt_can_be_replayed(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(
+        lambda args: [x * 2 if x.shape == (8,) else x for x in args], max_num_reqs=4
+    )
+    prepared(torch.ones(12, 8), torch.arange(12), batch=Batch(12, 2))
+    (step,) = load_steps(the_wrong_step(prepared).file)
+    assert prepared.dispatch(step.batch).mode is RuntimeMode.NONE
 
 
 def test_a_waiting_step_is_compared_with_what_it_wrote_itself(
