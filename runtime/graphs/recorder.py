@@ -96,7 +96,7 @@ class Recorder:
 
     def __init__(self, session: CaptureSession, breaks: bool, modules: Mapping[int, str]) -> None:
         self.breaks = breaks
-        self._modules = modules
+        self._module_names = modules
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
         self.ownership = Ownership()
@@ -162,7 +162,7 @@ class Recorder:
             self._run(call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
-        caller = calling_module(self._modules)
+        caller = calling_module(self._module_names)
         self.segments[-1].add(call, f"{name} {caller}".strip(), [name] if targets else [])
         self.begin()
         return static

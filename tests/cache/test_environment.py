@@ -133,6 +133,8 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
     compat = {f"torch_compat/{name}.py" for name in readers_of_torch}
     # variables of engines, of torchrun and of torch, not ours
     theirs = {f"tools/{name}.py" for name in ("integrations/vllm", "serve/ranks")}
+    # where torch writes its trace
+    theirs |= {"tools/cli/run_commands.py"}
     # of torch's allocator, and how many threads may compile
     theirs |= {"runtime/backends/cuda.py", "compile/backends/workers.py"}
     assert readers == {"cache/keys/environment.py", *compat, *theirs}

@@ -61,7 +61,7 @@ class Handled(torch.nn.Module):
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
 def test_a_handle_of_the_model_has_its_own_value():
     config = compile_config(Config(inputs={"x": "float32[num_tokens, 2]"}, max_num_tokens=8))
-    (piece,) = debug_pieces(Handled(), config, torch.device("cpu"))
+    ((piece,),) = debug_pieces(Handled(), config, torch.device("cpu"))
     values = piece.generated_inputs(piece.sizes(config, 3))
     whole = {str(each.tolist()) for each in values if getattr(each, "dtype", None) is torch.int64}
     assert whole == {"7", "[0, 0]"}

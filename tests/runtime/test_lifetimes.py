@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import Counter
 from typing import Any
@@ -216,7 +217,9 @@ def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
     assert alive() <= before
 
 
-def test_closed_models_leave_no_objects() -> None:
+def test_closed_models_leave_no_objects(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
+    logging.disable()  # pytest keeps what is logged
     config = Config(
         inputs={"input": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",

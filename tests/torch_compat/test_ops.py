@@ -11,6 +11,13 @@ import pytest
 import torch
 
 from piecegraph.torch_compat.basics import ops
+from piecegraph.torch_compat.basics.ops import (
+    CALL_OP,
+    branches_by_value,
+    is_higher_order,
+    ops_through,
+    run_higher_order,
+)
 from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -218,3 +225,30 @@ def test_a_mode_sees_the_ops_inside_a_kernel_that_is_called(library: Any) -> Non
     assert out.item() == 2
     assert {"aten::mul", "aten::copy_"} <= {*seen}
     assert not any("twice" in name for name in seen)
+
+
+def test_an_operator_is_called_through_another_function():
+    calls = []
+
+    def noted(x, y):
+        calls.append((x, y))
+        return CALL_OP(torch.ops.aten.add.Tensor, x, y) * 10
+
+    one = torch.ones(2)
+    with ops_through({torch.ops.aten.add.Tensor: noted}):
+        assert torch.ops.aten.add.Tensor(one, one).tolist() == [20.0, 20.0]
+        assert torch.ops.aten.mul.Tensor(one, one).tolist() == [1.0, 1.0]
+    assert torch.ops.aten.add.Tensor(one, one).tolist() == [2.0, 2.0]
+    assert len(calls) == 1
+
+
+def test_operators_of_higher_order_run_by_their_kernel():
+    cond = torch.ops.higher_order.cond
+    assert is_higher_order(cond)
+    assert branches_by_value(cond)
+    assert not is_higher_order(torch.ops.aten.add)
+    scan = torch.ops.higher_order.invoke_subgraph
+    assert not branches_by_value(scan)
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    op = mock.Mock(py_kernels={key: lambda *args, **kwargs: (args, kwargs)})
+    assert run_higher_order(op, (1, 2), {"x": 3}) == ((1, 2), {"x": 3})

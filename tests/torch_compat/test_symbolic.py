@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, GraphModule, Proxy
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piecegraph.torch_compat.basics import symbolic
+from piecegraph.torch_compat.basics.symbolic import forget_assumptions
 from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 
 
@@ -161,3 +164,16 @@ def test_shape_environments_are_released() -> None:
     del env, made
     gc.collect()
     assert released() is None
+
+
+def test_what_a_trace_learned_of_a_size_is_forgotten():
+    env = ShapeEnv()
+    size = env.create_unspecified_symint_and_symbol(8, ConstantSource("n"), DimDynamic.DYNAMIC)
+    symbol = size.node.expr
+    assert bool(size > 5)
+    assert env.guards
+    forget_assumptions(env, symbol, 1, 64)
+    assert not env.guards
+    assert not env.axioms
+    assert env.var_to_range[symbol].lower <= 1
+    assert env.var_to_range[symbol].upper >= 64

@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from piecegraph.torch_compat.basics import tensors
+from piecegraph.torch_compat.basics.tensors import (
+    never_traced,
+    under_autocast,
+    under_this_autocast,
+    without_regions,
+)
 
 
 def test_without_modes_hides_calls_from_a_mode() -> None:
@@ -239,3 +245,35 @@ def test_has_plain_memory() -> None:
     assert tensors.has_plain_memory(torch.nn.Parameter(rows).t())
     others = [rows.to_sparse(), tensors.FakeTensorMode().from_tensor(rows), [1.0], None]
     assert not any(map(tensors.has_plain_memory, others))
+
+
+def test_a_function_keeps_the_autocast_it_was_made_under():
+    x = torch.randn(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = under_this_autocast(torch.mm)
+    assert kept(x, x).dtype is torch.bfloat16
+    assert under_this_autocast(torch.mm)(x, x).dtype is torch.float32
+    stated = under_autocast(torch.mm, ("cpu", torch.float16, True, True))
+    assert stated(x, x).dtype is torch.float16
+
+
+@pytest.mark.compile
+def test_functions_that_dynamo_never_traces_and_regions_that_run_uncompiled():
+    torch._dynamo.reset()
+    traced = []
+
+    def backend(graph, _):
+        traced.append(graph)
+        return graph.forward
+
+    def plain(x):
+        return x + 1
+
+    never_traced(plain)
+    assert torch.compile(plain, backend=backend)(torch.ones(1)).tolist() == [2.0]
+    region = torch.compile(lambda x: x * 3, backend=backend)
+    with without_regions():
+        assert region(torch.ones(1)).tolist() == [3.0]
+    assert traced == []
+    assert region(torch.ones(1)).tolist() == [3.0]
+    assert len(traced) == 1

@@ -241,8 +241,8 @@ def export_command(
     from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
-    chosen = _entries_to_ship(root, names)
     with Output(path).writing():
+        chosen = _entries_to_ship(root, names)
         image = export_image(chosen, DirectoryLayer(root, name=str(root)), path, signer)
     signed = f"signed with key {signer.public.id}" if signer else "not signed here"
     facts = [described(manifest) for manifest in chosen]
