@@ -17,7 +17,7 @@ import typer
 
 from ...cache.keys.environment import OFF, read
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.output import Output
+from ..report.output import outputs
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
 from .cache_entries import (
@@ -241,8 +241,10 @@ def export_command(
     from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
-    with Output(path).writing():
-        chosen = _entries_to_ship(root, names)
+    (output,) = outputs({"PATH": path})
+    assert output is not None
+    chosen = _entries_to_ship(root, names)
+    with output.writing():
         image = export_image(chosen, DirectoryLayer(root, name=str(root)), path, signer)
     signed = f"signed with key {signer.public.id}" if signer else "not signed here"
     facts = [described(manifest) for manifest in chosen]
