@@ -26,7 +26,7 @@ from ...events import Events
 from ...torch_compat.basics.symbolic import Located
 from ...torch_compat.compiling.piece_data import NotData, dump_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
-from ..guards.numerics_check import concrete_inputs, numeric_difference
+from ..guards.numerics_check import numeric_difference, static_inputs
 from ..guards.prover import Ranges
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.locations import first_line, node_location
@@ -440,7 +440,7 @@ def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
 
 
 def _inputs(job: Job, graph: torch.fx.GraphModule) -> list[Any]:
-    """Symbolic fake inputs for a range; real tensors for one size, which makes it static."""
+    """Symbolic fake inputs for a range, static ones for one size."""
     if job.size is None:
         return job.unique.piece.example_values()
-    return concrete_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))
+    return static_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))

@@ -38,7 +38,7 @@ from ...torch_compat.basics.symbolic import (
 from ...torch_compat.compiling.piece_data import inputs_mode, load_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import machine_key
-from ..guards.numerics_check import concrete_inputs
+from ..guards.numerics_check import static_inputs
 from ..guards.prover import Ranges
 from ..ir.compilation import LIBRARY, Blobs
 from ..ir.config import CodeConfig, DynamicShapes
@@ -206,7 +206,7 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
         with inputs_mode(graph.graph):
             _Values(graph).run(*inputs)
         if task.size is not None:
-            inputs = concrete_inputs(graph, dict.fromkeys(symbols, task.size))
+            inputs = static_inputs(graph, dict.fromkeys(symbols, task.size))
         _, blobs = inductor.compile_piece(graph, inputs, options)
     if not blobs:
         return Refused("the compiler cannot serialize it")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.compilation import PieceFn
 from ..ir.ops import ALLOCATIONS
 from ..pieces.piece import HANDLE
@@ -71,6 +72,19 @@ def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
     A handle of the model has its own value: an op would follow an address of zero.
     """
     return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def static_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
+    """The same as fake tensors with no symbolic size.
+
+    Of real tensors torch would make every size a symbol, that of a weight too.
+    """
+    mode = inputs_mode(graph.graph)
+    values = concrete_inputs(graph, sizes)
+    return [
+        mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+        for value in values
+    ]
 
 
 def _clones(inputs: Sequence[Any]) -> list[Any]:
