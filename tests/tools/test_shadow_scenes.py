@@ -1,0 +1,27 @@
+"""Faults planted in a running engine are found by its shadow steps, or refused before them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+import shadow_scenes as scenes
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.mark.parametrize("scene", scenes.SCENES, ids=lambda scene: scene.what)
+def test_what_a_fault_takes_out_of_service_and_what_its_file_shows(scene, tmp_path):
+    seen = scenes.see(scene, tmp_path)
+    if scene.refused:
+        assert seen.status == 3
+        assert scene.refused in seen.out
+        assert seen.wrong is None
+        return
+    assert seen.status == 1
+    assert seen.wrong["out_of_service"] == scene.out_of_service, seen.wrong
+    assert Path(seen.wrong["file"]).exists()
+    assert scene.bisect in seen.bisect
