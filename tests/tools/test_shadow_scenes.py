@@ -25,3 +25,9 @@ def test_what_a_fault_takes_out_of_service_and_what_its_file_shows(scene, tmp_pa
     assert seen.wrong["out_of_service"] == scene.out_of_service, seen.wrong
     assert Path(seen.wrong["file"]).exists()
     assert scene.bisect in seen.bisect
+
+
+def test_right_steps_under_inductor():
+    status, out = scenes.said(["run", *scenes.MODEL, *scenes.SHADOW, "--no-cache"])
+    assert status == 0, out
+    assert "steps proved while serving: 9," in out
