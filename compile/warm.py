@@ -10,8 +10,8 @@ from typing import Any
 from ..cache import Cache, Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
-from ..torch_compat.compiling.inductor import import_inductor
-from .backends.inductor import load_library
+from ..torch_compat.compiling.inductor import import_inductor, inductor_cache_directory
+from .backends.inductor import load_library, scratch
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .ir.compilation import (
     LIBRARY,
@@ -127,7 +127,12 @@ def _load(
     if not all(LIBRARY in blobs for blobs in bundle.artifacts):
         assert compiler.load is not None
         if compiler.name == "inductor":
-            with events.span("import inductor"):
+            # the import makes the directory that the environment names
+            with (
+                events.span("import inductor"),
+                scratch() as folder,
+                inductor_cache_directory(folder),
+            ):
                 import_inductor()
         with events.span("bundle.code"):
             return compiler.load(bundle.artifacts)
