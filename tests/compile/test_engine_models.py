@@ -40,14 +40,14 @@ def prepared(model: Model) -> tuple[Any, Any]:
     config = Config(
         inputs=model.inputs,
         splitting_ops=model.splits,
-        tracing={"symbol_limits": used},
+        tracing={"symbol_limits": used, **model.settings.get("tracing", {})},
         max_num_tokens=16,
         max_num_reqs=8,
         capture_sizes=(4, 16),
         graph_mode="PIECEWISE",
         compiler="eager",
         cache=False,
-        **model.settings,
+        **{name: value for name, value in model.settings.items() if name != "tracing"},
     )
     backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
     module = model.build()
