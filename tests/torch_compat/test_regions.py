@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from piecegraph.torch_compat.compiling.regions import regions_through
+from piecegraph.torch_compat.compiling.regions import regions_noted, regions_through
 
 
 def test_code_of_inductor_is_called_through_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +34,17 @@ def test_code_of_inductor_is_called_through_a_hook(monkeypatch: pytest.MonkeyPat
     assert seen == [[1, 2], [1, 2]]
     assert Code()(args) == 3
     assert args == []
+
+
+@pytest.mark.compile
+def test_a_region_that_a_program_enters_is_noted() -> None:
+    region = torch.compile(lambda x: x + 1, backend="eager")
+    region(torch.ones(1))
+    entered: list[None] = []
+    with regions_noted(lambda: entered.append(None)):
+        assert region(torch.ones(1)).tolist() == [2.0]
+        assert len(entered) == 1
+        torch.ones(1) + 1
+        assert len(entered) == 1
+    region(torch.ones(1))
+    assert len(entered) == 1

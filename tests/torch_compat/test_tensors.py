@@ -11,6 +11,7 @@ import torch
 
 from piecegraph.torch_compat.basics import tensors
 from piecegraph.torch_compat.basics.tensors import (
+    has_default_device,
     never_traced,
     under_autocast,
     under_this_autocast,
@@ -277,3 +278,10 @@ def test_functions_that_dynamo_never_traces_and_regions_that_run_uncompiled():
     assert traced == []
     assert region(torch.ones(1)).tolist() == [3.0]
     assert len(traced) == 1
+
+
+def test_a_default_device_is_known():
+    assert not has_default_device()
+    with torch.device("cpu"):
+        assert has_default_device()
+    assert not has_default_device()

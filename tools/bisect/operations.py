@@ -130,11 +130,11 @@ class _Uncaptured(Tape):
         super().__init__(Ownership())
         self.breaks = breaks
         self.results: list[_Result] = []
-        self._modules = {id(module): name for name, module in model.named_modules()}
+        self._module_names = {id(module): name for name, module in model.named_modules()}
 
     def _record(self, *operation: Any) -> None:
         super()._record(*operation)
-        line, module = user_line() or "", calling_module(self._modules)
+        line, module = user_line() or "", calling_module(self._module_names)
         self.results.append(_result(self.operations[-1], line, module))
 
     def splitting_op(self, name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
