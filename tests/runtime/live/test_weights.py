@@ -141,10 +141,10 @@ def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(
     served.prepared.watch("workspace", workspace)
     served.prepared.capture()
     served.step(1, 1)
+    replacement = torch.zeros(4)  # at another address than the one that is freed
     del workspace
     with pytest.raises(MovedTensor, match="workspace .* freed now"):
         served.step(3)
-    replacement = torch.zeros(4)
     served.prepared.watch("workspace", replacement)
     assert len(served.prepared.refresh()) == len(served.captured())
     served.step(3)
