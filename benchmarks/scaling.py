@@ -49,7 +49,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def makespan(seconds: Sequence[float], workers: int) -> float:
-    """When the last piece is ready, if whoever is free takes the longest that is left."""
+    """When the last piece is ready, if a free worker takes the longest that is left."""
     free = [0.0] * workers
     for each in sorted(seconds, reverse=True):
         heapq.heapreplace(free, free[0] + each)

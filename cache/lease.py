@@ -3,7 +3,7 @@
 The holder creates a file, which fails if there is one, and writes to it again while it lives. Who
 waits compares the content, and never times: clocks of machines differ by days. A lease that did not
 change for `EXPIRES_SECONDS` is that of a dead process, and is removed. As a lock it only saves
-work: whoever cannot get it continues without it.
+work: a machine that cannot get it continues without it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_BYTES = 100
 
 @dataclass(frozen=True)
 class Lease:
-    """The lease `name` in a layer, for whoever makes `entry`; `label` is that in events."""
+    """The lease `name` in a layer, to make `entry`; `label` is its name in events."""
 
     layer: RemoteLayer
     name: str
@@ -79,7 +79,7 @@ class Lease:
             now = time.monotonic()
             try:
                 content = self._content()
-                # after the lease: whoever gives it back has stored the entry before
+                # after the lease: its holder stores the entry before giving it back
                 is_there = self.layer.look(self.entry, 1) is not None
                 was_there = is_there if was_there is None else was_there
                 if is_there:

@@ -113,7 +113,7 @@ class Workers:
         self._replies: queue.SimpleQueue[Notice | tuple[Task, Reply]] = queue.SimpleQueue()
         self._closed = False
         self._closing, self._close = Pipe(duplex=False)
-        """Whoever waits for a worker is woken when the pool is closed."""
+        """A thread that waits for a worker is woken when the pool is closed."""
         self._alive = count
         self.processes: list[int] = []
         """Of the workers that run now."""
