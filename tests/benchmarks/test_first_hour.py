@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -159,3 +161,35 @@ def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch() -> None:
     names = {gpu_wheels.name(each) for each in gpu_wheels.requirements()}
     assert {"setuptools", "pydantic", "typer", "rich", "numpy", "pytest", "hypothesis"} <= names
     assert not {"torch", "triton", "piecegraph"} & names
+
+
+def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path: Path) -> None:
+    """One file that cannot be imported ends all tests of its step."""
+    named = [*gpu_wheels.requirements(), *(requires("torch") or ())]
+    held = {gpu_wheels.name(each) for each in named} | {"torch", "triton", "piecegraph"}
+    commands = [step.command for step in steps(False, 1, tmp_path / "gpu.json")]
+    named_paths = {
+        first_hour.ROOT / word for each in commands if "pytest" in each for word in each
+        if word.startswith("tests/")
+    }  # fmt: skip
+    assert len(named_paths) >= 4
+    files = [first_hour.ROOT / "tests/conftest.py"]
+    for path in named_paths:
+        files += path.rglob("*.py") if path.is_dir() else [path]
+    distributions = packages_distributions()
+    missing = {
+        (file.name, name)
+        for file in files
+        for node in ast.parse(file.read_text()).body
+        for name in imported(node)
+        if name in distributions and not held & {each.lower() for each in distributions[name]}
+    }
+    assert missing == set()
+
+
+def imported(node: ast.stmt) -> list[str]:
+    """The packages that a statement imports by their full names."""
+    if isinstance(node, ast.Import):
+        return [each.name.split(".")[0] for each in node.names]
+    absolute = isinstance(node, ast.ImportFrom) and not node.level and node.module
+    return [absolute.split(".")[0]] if absolute else []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
 
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.events import Events
@@ -30,6 +29,8 @@ class Fleet:
     """Machines with directories of their own and one bucket."""
 
     def __init__(self, bucket: str, directory: Path) -> None:
+        import s3fs
+
         layer = {"at": f"{bucket}/cache", "write_back": True, "trust": "anybody"}
         self.settings = {"cache": {"layers": [layer], "verify_bundle": "off"}}
         self.directory = directory
