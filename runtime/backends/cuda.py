@@ -212,7 +212,7 @@ class CudaBackend:
             pool.anchor.reset()
             pool.anchor = None
         if pool.stream is not None:
-            free_workspaces_of_captures()
+            free_workspaces_of_captures(pool.handle)
             self._idle_streams[pool.stream.priority].append(pool.stream)
             pool.stream = None
         self.trim()

@@ -39,7 +39,7 @@ def test_captured_graph_is_counted_and_replayed() -> None:
     torch.cuda.synchronize()
     assert torch.equal(x, torch.ones_like(x))
     cuda.flush_host_cache()
-    cuda.free_workspaces_of_captures()
+    cuda.free_workspaces_of_captures(graph.pool())
 
 
 @pytest.mark.gpu

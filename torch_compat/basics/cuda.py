@@ -81,14 +81,19 @@ def captured_graph() -> tuple[int, str]:
     return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()[:16]
 
 
-def free_workspaces_of_captures() -> None:
-    """Free the workspaces that cuBLAS allocated on the streams of captures whose graphs are gone.
+def free_workspaces_of_captures(pool: Any) -> None:
+    """Free the workspaces that cuBLAS allocated in `pool` on the streams of captures.
 
     From torch 2.12 on, `CUDAGraph.reset` has done it. Before, torch can only free those of all
-    streams of the process, those that graphs of others write to included.
+    streams of the process. Graphs of others write to theirs: while another pool has memory, the
+    workspace is left to the stream, whose next captures use it.
     """
     if torch.__version__ < "2.12":
-        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        pools = {tuple(segment["segment_pool_id"]) for segment in segments}
+        if pools <= {(0, 0), tuple(pool)}:
+            torch._C._cuda_clearCublasWorkspaces()
 
 
 def flush_host_cache() -> None:
