@@ -79,6 +79,7 @@ class PreparedModel:
             context,
             self.usage,
             config.max_num_reqs,
+            backend.event,
             poisons=bool(getattr(options, "poison_old_results", False)),
         )
         self._shadow: ShadowSteps | None = None
@@ -161,14 +162,24 @@ class PreparedModel:
 
         After `synchronize()` of it on the host, or `wait()` for a stream that writes, everything
         that these steps read may be rewritten. Calls it has of `torch.cuda.Event`, which it is on a
-        device; see `reads_in_place` for what may be rewritten earlier.
+        device; `copies_done` comes earlier, for what is copied.
         """
         return self.backend.event()
 
-    def reads_in_place(self, decision: Decision) -> frozenset[str]:
-        """Names of the inputs that a step of this decision reads where the engine has them.
+    def copies_done(self) -> Event:
+        """The point at which the last step has copied its inputs, before the rest of its work.
 
-        Other inputs are copied first, in the order of the stream, and free after their copy.
+        After it inputs that are not in `reads_in_place` may be rewritten, and what was queued
+        before the step is done, such as the engine's copies from pinned memory. Steps record it
+        from the first call on, which returns `reads_done()`.
+        """
+        return self._steps.copied()
+
+    def reads_in_place(self, decision: Decision) -> frozenset[str]:
+        """Names of the inputs that a step of this decision reads where the engine has them, or
+        writes to.
+
+        Other inputs are copied first, in the order of the stream, and free after `copies_done()`.
         Metadata and layers are read in place by every step.
         """
         return self._steps.reads_in_place(decision)

@@ -50,8 +50,14 @@ MUTANTS = [
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
-    ("runtime/steps/steps.py", "names if without_graph else names & self.code.owned_inputs",
-     "names", f"{DELAYED} -k in_place"),
+    ("runtime/steps/steps.py", "if without_graph or each.written or each.label in owned", "",
+     f"{DELAYED} -k in_place"),
+    (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
+    (DELAYED_GRAPH, "        copied()\n", "", f"{DELAYED} -k after_the_copies"),
+    (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)\n"
+     "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
+     "self._inputs.copied)", f"{DELAYED} -k after_the_copies"),
+    (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
     ("tools/engine/overlap.py", "step.done.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",

@@ -12,6 +12,7 @@ from ...torch_compat.basics.tensors import storage_id
 from ..backends.replay import TapeGraph
 from ..backends.work_queue import WorkQueue
 from ..steps.delayed import DelayedStep, delays
+from ..steps.static_inputs import Mark, Sizes
 from .installed_graph import WritingGraph
 
 
@@ -25,13 +26,14 @@ class DelayedGraph(WritingGraph):
         self._queue = queue
         self._compiled = compiled
 
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
         if not delays(self._queue):
-            return super().replay(tensors, sizes)
+            return super().replay(tensors, sizes, copied)
         self.addresses.check_step()
         load, fresh = self._by_size.get(sizes) or self._prepare(sizes)
         step = DelayedStep(self._queue, self._compiled, tensors)
         step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)
+        copied()
         results = tensors_in(self.recording.outputs)
         in_place = [*tensors, *step.metadata]
         for call in self.recording.calls:

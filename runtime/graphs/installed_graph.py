@@ -18,7 +18,7 @@ from ..backends.tape import poison
 from ..steps.address_checks import MetadataAddresses, Snapshot
 from ..steps.code import real_results
 from ..steps.profiler_ranges import call_names, piece_names, ranged
-from ..steps.static_inputs import BoundInputs, Load
+from ..steps.static_inputs import BoundInputs, Load, Mark, Sizes
 from .recording import Recording, SegmentKind, run_calls
 
 _MOST_KEPT = 256
@@ -54,15 +54,17 @@ class InstalledGraph:
         self._inputs = inputs
         self._by_size: dict[tuple[int, ...], tuple[Load, FreshResults]] = {}
 
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
         """Run one step on the real inputs; returns the real rows of the static results.
 
-        Raises MovedTensor if a tensor that the recording reads was moved, BatchExceeded for inputs
-        larger than the padded sizes.
+        `copied` is called when the copies of inputs are queued, before the rest. Raises MovedTensor
+        if a tensor that the recording reads was moved, BatchExceeded for inputs larger than the
+        padded sizes.
         """
         self.addresses.check_step()
         load, results = self._by_size.get(sizes) or self._prepare(sizes)
         load(tensors)
+        copied()
         self.recording.replay()
         return (results[0](),) if len(results) == 1 else [fresh() for fresh in results]
 
@@ -92,8 +94,8 @@ class WritingGraph(InstalledGraph):
 
     __slots__ = ()
 
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
-        results = super().replay(tensors, sizes)
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
+        results = super().replay(tensors, sizes, copied)
         self._inputs.copy_back(tensors)
         return results
 

@@ -23,6 +23,8 @@ from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.basics.tensors import storage_id, zero_all
 
 Load = Callable[[tuple[Tensor, ...]], None]
+Mark = Callable[[], None]
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

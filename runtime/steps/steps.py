@@ -33,10 +33,12 @@ from ...torch_compat.basics.tensors import (
     set_grad_enabled,
     tree_map_only,
 )
+from ..backends.protocol import Event
 from .address_checks import MetadataAddresses
 from .binding import Bind, binder, packer
 from .code import ModelCode
 from .forward_context import CURRENT, ForwardContext
+from .static_inputs import Mark, Sizes
 from .step_log import StepLog, StepObserver
 from .step_reads import StepReads
 from .usage import IdleSteps, Usage
@@ -51,7 +53,7 @@ class StepGraph(Protocol):
     def metadata(self) -> MetadataAddresses | None: ...
     @property
     def reads(self) -> StepReads | None: ...
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]: ...
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]: ...
     def poison(self) -> None: ...
 
 
@@ -90,10 +92,12 @@ class Steps:
         context: ForwardContext,
         usage: Usage,
         max_num_reqs: int,
+        event: Callable[[], Event],
         *,
         poisons: bool,
     ) -> None:
-        """`poisons` poisons the results of a graph once another step has run."""
+        """`event` is the backend's. `poisons` poisons the results of a graph once another step has
+        run."""
         self.context = context
         self.usage = usage
         self.running = False
@@ -101,6 +105,9 @@ class Steps:
         self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
         self._max_num_reqs = max_num_reqs
+        self._event = event
+        self._copied: Event | None = None
+        """Of the last step, once an engine has asked for it: an event costs a step time."""
         self._poisons = poisons
         self._observers: tuple[StepObserver, ...] = ()
         self._last_graph: StepGraph | None = None
@@ -195,7 +202,9 @@ class Steps:
             if with_grad:
                 set_grad_enabled(False)
             results: Sequence[Any]
+            copied = self._mark_copied if self._copied is not None else nothing
             if graph is None:
+                copied()  # every input is read in place
                 if num_tokens < self._min_num_tokens:
                     self.before_padding()
                     results = self.code.run_padded(tensors, sizes)
@@ -206,7 +215,7 @@ class Steps:
                     graph.metadata.check(metadata)
                 if graph.reads is not None:
                     graph.reads.check(context)
-                results = graph.replay(tensors, sizes)
+                results = graph.replay(tensors, sizes, copied)
             self.running = False
             if needs_context:
                 CURRENT.set(before)
@@ -236,9 +245,21 @@ class Steps:
 
     def reads_in_place(self, decision: Decision) -> frozenset[str]:
         """See `PreparedModel.reads_in_place`."""
-        names = frozenset(item.label for item in self.code.compiled.plan.inputs)
+        inputs, owned = self.code.compiled.plan.inputs, self.code.owned_inputs
         without_graph = self._graphs[decision.graph_index] is None
-        return names if without_graph else names & self.code.owned_inputs
+        return frozenset(
+            each.label for each in inputs if without_graph or each.written or each.label in owned
+        )
+
+    def copied(self) -> Event:
+        """See `PreparedModel.copies_done`."""
+        if self._copied is None:
+            self._copied = self._event()
+        return self._copied
+
+    def _mark_copied(self) -> None:
+        """The work so far has read all inputs that are copied."""
+        self._copied = self._event()
 
     def padded_runs(
         self, padded: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], model: Any
@@ -315,7 +336,7 @@ class Steps:
 
 
 def nothing() -> None:
-    """Do nothing before a step is padded."""
+    """Do nothing."""
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

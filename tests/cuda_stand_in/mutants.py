@@ -46,6 +46,13 @@ MUTANTS = [
         SCENES,
     ),
     Mutant(
+        "copies of inputs are done before they are queued",
+        "runtime/graphs/installed_graph.py",
+        "        load(tensors)\n        copied()\n",
+        "        copied()\n        load(tensors)\n",
+        f"{RUNTIME}/test_delayed_work.py",
+    ),
+    Mutant(
         "captures on a stream of torch's pool",
         CUDA,
         "own_stream(self._device, current.priority)",

@@ -108,17 +108,16 @@ class Scene:
 def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
     scenes = []
 
-    def make(mode: GraphMode, shadow: Any = None, **options: Any) -> Scene:
+    def make(mode: GraphMode, sizes: Any = (4, 8), settings: Any = None, **options: Any) -> Scene:
         torch.manual_seed(1)
         model, kv = Model(), torch.rand(SLOTS, HIDDEN)
         ids = torch.arange(MAX_TOKENS)
         config, traced = compiled
-        config = config if shadow is None else config.changed(shadow=shadow)
         prepared = prepare_on_replay(
             bind(traced.plan, traced.pieces, model, from_bundle=False),
-            config,
+            config.changed(**settings or {}),
             mode,
-            (4, 8),
+            sizes,
             {"kv": kv},
             options,
             {"ids": ids},
@@ -371,6 +370,122 @@ def test_graphs_change_between_steps_in_flight(
     assert torch.equal(plain.kv, late.kv)
 
 
+@pytest.mark.parametrize("then", ["clone", "reading too late", "an early rewrite"])
+@pytest.mark.parametrize("mode", GRAPH_MODES[1:])
+def test_an_eviction_for_another_size_while_a_step_is_in_flight(
+    make_scene: Callable[..., Scene], mode: GraphMode, then: str
+) -> None:
+    """A dispatch that needs memory frees the graph of the step in flight: the step has run by then,
+    its result is gone, and what was rewritten before is named."""
+    graphs = 1 if mode is GraphMode.FULL_DECODE_ONLY else 2
+    strategy = {"kind": "lazy", "max_bytes": graphs * 10_000 + 5_000}  # one size
+    plain = make_scene(mode)
+    late = make_scene(
+        mode, (2, 4, 8), {"strategy": strategy}, delay=True, fail_on_early_writes=True,
+        graph_bytes=10_000,
+    )  # fmt: skip
+
+    def padding(*facts: Any) -> Metadata:
+        late.metadata.table.zero_()
+        return late.metadata
+
+    def evict_by_dispatch() -> None:
+        late.prepared._graphs.dummies.metadata_for = padding
+        while not late.prepared.events.named("capture.evicted"):
+            late.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
+
+    assert late.decide().descriptor.num_tokens == 4
+    result, step = late.step(), rf"step 1 \({mode.name[:4]}\w* 4\)"
+    kept = result.clone()
+    if then == "an early rewrite":
+        late.x.zero_()
+        with pytest.raises(RewrittenEarly, match=rf"input 'x' before {step}"):
+            evict_by_dispatch()
+        return
+    evict_by_dispatch()
+    (evicted,) = late.prepared.events.named("capture.evicted")
+    assert evicted.facts["num_tokens"] == 4
+    if then == "clone":
+        assert kept.tolist() == plain.step().tolist()
+        assert torch.equal(late.kv[1:], plain.kv[1:])  # captures write to slot 0
+    else:
+        with pytest.raises(ResultOverwritten, match=rf"{step} .*the release of its graph"):
+            result.tolist()
+
+
+SEEDS = [None, 0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_copied_may_be_rewritten_after_the_copies(
+    make_scene: Callable[..., Scene], mode: GraphMode, seed: int | None
+) -> None:
+    """Also the source of a copy that was queued before the step, whose rest need not have run."""
+    plain = make_scene(mode)
+    scene = make_scene(mode, delay=True, fail_on_early_writes=True, delay_seed=seed)
+    assert scene.prepared.copies_done().query()  # from here on steps record it
+    ready = set()
+    for factor in (1.0, 2.0, 3.0):
+        for each in (plain, scene):
+            each.x.fill_(factor)
+        staging = torch.full((MAX_TOKENS,), factor)
+        scene.metadata.lens.copy_(staging, non_blocking=True)
+        plain.metadata.lens.copy_(staging)
+        result = scene.step()
+        event = scene.prepared.copies_done()
+        event.synchronize()
+        assert event.query()
+        ready.add(scene.prepared.reads_done().query())
+        staging.fill_(9)
+        if mode is not GraphMode.NONE:
+            scene.x.zero_()
+            scene.loras.zero_()
+        assert result.tolist() == plain.step().tolist()
+        scene.loras.fill_(1)
+    assert ready == {False} if seed is None else ready
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_what_is_read_in_place_may_not_be_rewritten_after_the_copies(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    scene = make_scene(mode, delay=True, fail_on_early_writes=True)
+    scene.prepared.copies_done()
+    in_place = {f"input {name!r}" for name in scene.prepared.reads_in_place(scene.decide())}
+    for rewrite, buffer in PLANTED[:7]:
+        scene.step().tolist()
+        result = scene.step()
+        scene.prepared.copies_done().synchronize()
+        rewrite(scene)
+        if buffer.startswith("input") and buffer not in in_place:
+            result.tolist()
+            continue
+        with pytest.raises(RewrittenEarly) as error:
+            result.tolist()
+        assert error.value.facts["buffer"] == buffer
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return x * y
+
+
+def test_inputs_that_a_step_writes_are_read_in_place() -> None:
+    """What a graph writes to an input is copied back at its end."""
+    tokens = "float32[num_tokens, 4]"
+    config, compiled = compile_once(
+        Writes(), inputs={"x": tokens, "y": tokens}, max_num_tokens=8, max_num_reqs=8
+    )
+    prepared = prepare_on_replay(compiled, config, GraphMode.FULL_DECODE_ONLY, (4, 8), {}, {})
+    prepared.capture()
+    decision = prepared.dispatch(Batch(4, 4, is_decode=True, query_len=1))
+    assert decision.graph_index != -1
+    assert prepared.reads_in_place(decision) == {"x"}
+    prepared.close()
+
+
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 def test_inputs_that_a_step_reads_in_place_are_named(
     make_scene: Callable[..., Scene], mode: GraphMode
@@ -388,7 +503,8 @@ def test_delayed_steps_are_proved_like_others(
     make_scene: Callable[..., Scene], mode: GraphMode
 ) -> None:
     plain = make_scene(mode)
-    late = make_scene(mode, {"every": 2, "share": 1.0}, delay=True, fail_on_early_writes=True)
+    settings = {"shadow": {"every": 2, "share": 1.0}}
+    late = make_scene(mode, settings=settings, delay=True, fail_on_early_writes=True)
     results = [[scene.step().clone() for _ in range(4)] for scene in (plain, late)]
     assert all(map(torch.equal, *results))
     assert torch.equal(plain.kv, late.kv)
@@ -430,10 +546,11 @@ def device_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_on_a_device_other_streams_need_the_event(
+def test_on_a_device_other_streams_need_an_event(
     device_scene: Callable[..., Scene], mode: GraphMode
 ) -> None:
-    """The same rewrites by another stream: right after the event, else wrong in some order."""
+    """The same rewrites by another stream: right after the event, else wrong in some order. For
+    inputs that are copied the earlier event is enough."""
     if not hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject"):
         pytest.skip("needs the stand-in for the CUDA runtime, which has orders: make cuda-test")
     from tests.cuda_stand_in.control import StandIn
@@ -447,19 +564,23 @@ def test_on_a_device_other_streams_need_the_event(
     before = [each.clone() for each in state + weights()]
     expected = scene.step().clone()
 
-    def is_right(rewrite: Callable[[Scene], None], waits: bool, seed: int) -> bool:
+    def is_right(rewrite: Callable[[Scene], None], event: Any, seed: int) -> bool:
         for tensor, content in zip(state + weights(), before, strict=True):
             tensor.copy_(content)
         torch.cuda.synchronize()
         stand_in.seed(seed)
         result = scene.step().clone()
-        if waits:
-            scene.prepared.reads_done().wait(other)
+        if event is not None:
+            event().wait(other)
         with torch.cuda.stream(other):
             rewrite(scene)
         torch.cuda.synchronize()
         return torch.allclose(result, expected)
 
+    copies_done, reads_done = scene.prepared.copies_done, scene.prepared.reads_done
+    copies_done()  # from here on steps record it
     for rewrite in ON_DEVICE:
-        assert all(is_right(rewrite, True, seed) for seed in range(8)), rewrite
-        assert not all(is_right(rewrite, False, seed) for seed in range(64)), rewrite
+        assert all(is_right(rewrite, reads_done, seed) for seed in range(8)), rewrite
+        assert not all(is_right(rewrite, None, seed) for seed in range(64)), rewrite
+        copied = mode is not GraphMode.NONE and rewrite in (inputs, lora_indices)
+        assert all(is_right(rewrite, copies_done, seed) for seed in range(64)) == copied, rewrite
