@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 from .control import StandIn
 
 HERE = Path(__file__).parent
+EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+MAPPING = 20 << 20
+"""With expandable segments torch maps this much memory at a time, or a multiple."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,3 +51,5 @@ OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation"""
 LAUNCH_FAILURE = 719
 """cudaErrorLaunchFailure"""
+EXECUTABLE_NODE = 64 << 10
+"""What the driver of the stand-in takes for a node of an executable graph."""

@@ -58,3 +58,14 @@ def batch(num_tokens: int) -> pg.Batch:
     return pg.Batch(
         num_tokens=num_tokens, num_reqs=1, is_decode=num_tokens == 1, query_len=num_tokens
     )
+
+
+def warm_up() -> None:
+    """Multiply on the current stream, as an engine has: cuBLAS allocates its workspace for it.
+
+    Before torch 2.12 the release of a pool can free it, and the next multiplication brings it back.
+    """
+    x = torch.ones(8, 8, device="cuda")
+    torch.addmm(x, x, x)
+    torch.addmm(x[0], x, x)
+    torch.cuda.synchronize()

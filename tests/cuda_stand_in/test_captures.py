@@ -20,7 +20,8 @@ from piecegraph.runtime.graphs.recorder import record
 from piecegraph.runtime.graphs.recording import Recording
 from piecegraph.runtime.graphs.session import capture_session
 
-from .control import LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn
+from .conftest import EXPANDABLE, MAPPING, on_stand_in
+from .control import EXECUTABLE_NODE, LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn
 from .models import batch, eager, prepared
 
 two_devices = pytest.mark.skipif(
@@ -250,7 +251,8 @@ def test_a_failed_capture_gives_its_memory_back(
     torch.cuda.empty_cache()
     # before 2.13 the pinned-memory allocator does not learn of the end: the pool is given up, with
     # the tensor of the run before the capture and that of the capture
-    lost = (64 << 20) + (2 << 20) if bad is not raises and TORCH < (2, 13) else 0
+    lost = 2 * (2 * MAPPING if EXPANDABLE else 32 << 20) + (2 << 20)
+    lost = lost if bad is not raises and TORCH < (2, 13) else 0
     assert stand_in.used() <= used + lost
 
 
@@ -419,11 +421,11 @@ def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
 def test_graphs_of_one_topology_are_counted(captures: Captures) -> None:
     model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
     model.capture(lambda *_: None)
-    report = model.report()
-    row = report["executables"]["PIECEWISE"]
+    row = model.report()["executables"]["PIECEWISE"]
     assert (row["graphs"], row["topologies"]) == (6, 2)
-    by_driver = [each["bytes"] - each["allocated"] for each in report["captures"]]
-    assert row["driver_bytes"] == sum(max(0, num_bytes) for num_bytes in by_driver)
+    if on_stand_in():
+        nodes = sum(s.operations for _, each in model.recordings() for s in each.segments[::2])
+        assert row["driver_bytes"] == nodes * EXECUTABLE_NODE
     assert row["saved_bytes"] == row["driver_bytes"] * 4 // 6
     model.close()
     one, two = captures.of(good), captures.of(lambda x: (x * 2, x * 3, x * 4))

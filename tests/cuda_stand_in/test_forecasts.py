@@ -21,6 +21,7 @@ from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import INPUTS, Decoder
 
 from .control import StandIn
+from .models import warm_up
 
 MIB = 1 << 20
 WORKSPACE = 32 << 20
@@ -89,6 +90,7 @@ def test_forecast_ledger_and_device_agree(
 ) -> None:
     served = Served(config, max_num_tokens)
     prepared, padding = served.prepared, served.buffers.padding
+    warm_up()
     gc.collect()
     prepared.backend.trim()
     before = large_device.used()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,18 +17,18 @@ from piecegraph.runtime.graphs.session import capture_session
 from piecegraph.runtime.records import CaptureRecord
 
 from . import values
-from .control import StandIn
-from .models import batch, eager, prepared
+from .conftest import EXPANDABLE, MAPPING
+from .control import EXECUTABLE_NODE, StandIn
+from .models import batch, eager, prepared, warm_up
 
 MIB = 1 << 20
-EXECUTABLE_NODE = 64 << 10
-"""What the stand-in's driver takes for a node of an executable graph."""
 SIZES = (512, 1024, 2048, 4096)
 
 
 @pytest.fixture
 def model() -> Iterator[pg.PreparedModel]:
     made = prepared(graph_mode="PIECEWISE", capture_sizes=SIZES)
+    warm_up()
     gc.collect()
     made.backend.trim()
     yield made
@@ -56,7 +55,9 @@ def test_a_plan_counts_the_memory_of_graphs_once(
     total = torch.cuda.mem_get_info()[1]
     assert plan.graphs > 32 * MIB
     left = 0.9 * total - used - plan.graphs - plan.largest_step
-    assert plan.kv_cache == pytest.approx(left, abs=16 * MIB)
+    # torch 2.11 frees the engine's workspace with the pool of probes: it may return in one mapping
+    # more. Counting the graphs twice takes more.
+    assert plan.kv_cache == pytest.approx(left, abs=(MAPPING if EXPANDABLE else 0) + MIB)
 
 
 @pytest.mark.usefixtures("without_values")
@@ -210,7 +211,6 @@ def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy() -> None:
 def test_memory_that_outlives_its_backend_is_unmapped() -> None:
     """torch waits for the stream of a segment before it unmaps it."""
     set_allocator = torch._C._accelerator_setAllocatorSettings
-    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     set_allocator("expandable_segments:True")
     try:
         backend, events = CudaBackend(), pg.Events()
@@ -227,7 +227,7 @@ def test_memory_that_outlives_its_backend_is_unmapped() -> None:
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() < used
     finally:
-        set_allocator(f"expandable_segments:{expandable}")
+        set_allocator(f"expandable_segments:{EXPANDABLE}")
 
 
 @pytest.mark.usefixtures("without_values")
@@ -236,10 +236,11 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
 ) -> None:
     before = model.backend.memory()
     plan = model.memory_plan(0.9, nothing)
-    others = iter(range(1, 10))
+    others = list[int]()
 
     def at_each_dummy_batch(*_: Any) -> None:
-        stand_in.other_process(next(others) * 16 * MIB)
+        others.append((len(others) + 1) * 16 * MIB)
+        stand_in.other_process(others[-1])
 
     try:
         model.capture(at_each_dummy_batch)
@@ -247,10 +248,9 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
         assert taken == pytest.approx(plan.graphs, rel=0.1)
         now = model.backend.memory()
         executables = sum(each.bytes - each.allocated for _, each in model.recordings())
-        of_others = sum(range(1, next(others))) * 16 * MIB
-        assert now.other - before.other == of_others + executables
+        assert now.other - before.other == sum(others) + executables
         assert now.total == before.total == torch.cuda.mem_get_info()[1]
         later = model.memory_plan(0.9, nothing)
-        assert plan.kv_cache - later.kv_cache == pytest.approx(of_others, rel=0.05)
+        assert plan.kv_cache - later.kv_cache == pytest.approx(sum(others), rel=0.05)
     finally:
-        stand_in.other_process(-model.backend.memory().other)
+        stand_in.other_process(-sum(others))

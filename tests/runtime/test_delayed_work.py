@@ -518,9 +518,16 @@ ON_DEVICE = [inputs, metadata, tables, sampled_tokens, kv_freed_and_reused, lora
              refit_of_buffers, refresh]  # fmt: skip
 
 
-@pytest.fixture
-def device_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
+@pytest.fixture(scope="module")
+def attend_on_device() -> None:
+    """Once: torch 2.11 refuses a second kernel."""
     torch.library.impl("delayed_work::attend", "cuda", attend)
+
+
+@pytest.fixture
+def device_scene(
+    compiled: tuple[Config, CompiledModel], attend_on_device: None
+) -> Iterator[Callable[..., Scene]]:
     scenes = []
 
     def make(mode: GraphMode) -> Scene:

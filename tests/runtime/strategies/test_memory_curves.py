@@ -242,9 +242,8 @@ def test_the_first_start_keeps_small_decode_sizes(limit: int) -> None:
     working: Curve = lambda n: n  # noqa: E731
     rig = Rig(own, working, limit, sizes=sizes)
     rig.capturer.startup()
-    full = rig.sizes(RuntimeMode.FULL)
-    assert min(full) <= 8
-    assert len(full) >= 3
+    # of the first graph, the batches up to 8 tokens per byte are the most: 2.7 of 18 bytes
+    assert rig.sizes(RuntimeMode.FULL) == [8, 24, 48, 64]
     assert 0.9 * limit < rig.used <= limit
 
 
