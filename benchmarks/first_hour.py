@@ -49,8 +49,10 @@ class Step:
     why_not: str = ""
 
 
-def tests(name: str, shows: str, limit_s: int, *paths: str, **environment: str) -> Step:
-    command = [PYTHON, "-m", "pytest", "-q", "-m", "gpu", *paths]
+def tests(
+    name: str, shows: str, limit_s: int, small: bool, *paths: str, **environment: str
+) -> Step:
+    command = [PYTHON, "-m", "pytest", "-q", "-m", "gpu and not slow" if small else "gpu", *paths]
     return Step(name, shows, command, limit_s, environment)
 
 
@@ -69,15 +71,15 @@ def steps(small: bool, num_devices: int, out: Path) -> list[Step]:
     ranks = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return [
         tests("operations", "attention and graphs below torch's surface, equal to the CPU's", 300,
-              "tests/torch_compat", "tests/tools/test_attention_gpu.py"),
+              small, "tests/torch_compat", "tests/tools/test_attention_gpu.py"),
         measurement("captured_decode", "a captured decode step equals the model", 300, small),
         tests("captures", "recordings, segments, lifetimes and addresses on the device", 570,
-              "tests/runtime"),
+              small, "tests/runtime"),
         Step("cold start", "the reference engine under Inductor; every step is verified", cached,
              570),
         Step("warm start", "the same from its bundle", cached, 300),
         tests("rules", "captures that fail, streams, other graphs, memory of captures", 570,
-              "tests/cuda_stand_in"),
+              small, "tests/cuda_stand_in"),
         measurement("graph_bytes", "bytes of graphs, by torch's allocator and by the driver", 570,
                     small),
         measurement("plan_and_largest_step", "memory_plan is followed and nothing runs out", 570,
@@ -87,7 +89,7 @@ def steps(small: bool, num_devices: int, out: Path) -> list[Step]:
         measurement("captured_decode", "no invalid access in a captured decode step", 570, True,
                     "compute-sanitizer"),
         tests("expandable segments", "captures and memory under expandable_segments:True", 570,
-              "tests/cuda_stand_in", "tests/runtime",
+              small, "tests/cuda_stand_in", "tests/runtime",
               PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
         Step("two ranks", "tensor parallelism: NCCL in pieces and in FULL graphs",
              [*ranks, "-m", "benchmarks.on_device", "two_ranks", *["--small"] * small], 570,
