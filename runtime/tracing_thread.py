@@ -55,20 +55,25 @@ class TracingThread:
         work: Callable[[], str],
         failed: Callable[[Exception], str],
         exchange: Exchange | None = None,
+        latest_start_s: float = 0.0,
     ) -> None:
-        """`failed` gives the failure for what was raised. `exchange` compares what ranks state."""
+        """`failed` gives the failure for what was raised. `exchange` compares what ranks state.
+
+        The work begins `latest_start_s` after `start`, or earlier when `wake` is set.
+        """
         self.failure = ""
         """Why it failed, on any rank, once it is over."""
         self.steps = 0
         self.stopped = False
         self.wake = threading.Event()
-        """Ends a wait of the work; set when it is stopped."""
+        """Lets the work begin; set when it is stopped."""
         self._found = ""
         """What `work` returned. Set by the thread, so `failure` is not: an exchange takes time."""
         self._name = name
         self._work = work
         self._failed = failed
         self._exchange = exchange
+        self._latest_start_s = latest_start_s
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
         # settings of Dynamo and Inductor are context variables
@@ -130,6 +135,7 @@ class TracingThread:
             atexit.unregister(self._end)
 
     def _run_as_started(self) -> None:
+        self.wake.wait(self._latest_start_s)
         if torch.get_default_device() != self._device:
             torch.set_default_device(self._device)
         with (

@@ -26,7 +26,11 @@ class Verification:
         self._plan = plan
         self._records = records
         self.thread = TracingThread(
-            "piecegraph-verification", self._wait_and_compare, self._failed, request.exchange
+            "piecegraph-verification",
+            self._compare,
+            self._failed,
+            request.exchange,
+            latest_start_s=LATEST_START_S,
         )
 
     def ready(self) -> None:
@@ -47,11 +51,6 @@ class Verification:
     def _failed(self, error: Exception) -> str:
         self._records.add(NotVerified(f"{type(error).__name__}: {error}"))
         return ""
-
-    def _wait_and_compare(self) -> str:
-        self.thread.wake.wait(LATEST_START_S)
-        self.thread.checkpoint()
-        return self._compare()
 
     def _compare(self) -> str:
         """The first difference, or nothing; records what was found."""
