@@ -6,7 +6,7 @@ PIECEGRAPH_OFF=faster turns all of them off. Everything but the time is the same
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,12 +39,16 @@ def capture(
 
 
 @contextmanager
-def generating_code() -> Iterator[None]:
-    """Generate code inside, without keys that nobody reads."""
+def generating_code() -> Iterator[Callable[[], None]]:
+    """Generate code inside, without keys that nobody reads.
+
+    Gives what waits for the kernels of the code: they are built meanwhile.
+    """
     if not are_on():
-        yield
+        yield lambda: None
         return
     from ..torch_compat.faster.cache_keys import short_cache_keys
+    from ..torch_compat.faster.later_kernels import later_kernels
 
-    with short_cache_keys():
-        yield
+    with short_cache_keys(), later_kernels() as wait_for_kernels:
+        yield wait_for_kernels

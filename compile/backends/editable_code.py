@@ -23,7 +23,7 @@ from ...torch_compat.compiling.inductor import (
     inductor_load_from,
     inductor_options,
 )
-from ..ir.compilation import Built, Compiler
+from ..ir.compilation import Building, Compiler
 from ..ir.locations import graph_source
 from .inductor import scratch, toolchain_directory
 
@@ -34,7 +34,9 @@ DIGESTS = "digests.json"
 def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
     """Inductor with code in directories `inductor_<hash>` of `dump_dir`; stores no artifacts."""
 
-    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
+    def compile_piece(
+        graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
+    ) -> Building:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
         content = f"{graph_source(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -46,7 +48,7 @@ def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
                 (folder / DIGESTS).write_text(json.dumps(_digests(folder)))
             _report_edits(folder, events)
             loaded = inductor_load_from(str(folder))
-        return loaded, {}
+        return lambda: (loaded, {})
 
     return Compiler("inductor", compile_piece)
 

@@ -44,7 +44,7 @@ from ...torch_compat.compiling.toolchain import (
     probes,
     without_compiler,
 )
-from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Built, PieceFn
+from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Building, Built, PieceFn
 from ..speedups import generating_code
 
 
@@ -65,20 +65,24 @@ def compiling(folder: str | None = None) -> Iterator[None]:
             yield
 
 
-def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
-    """Compile `graph` for its symbolic `inputs`; call it inside `compiling()`."""
+def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Building:
+    """Compile `graph` for its symbolic `inputs`; call it, and the result, inside `compiling()`."""
     toolchain = toolchain_directory(cache_directory())
-    with generating_code():
+    with generating_code() as wait_for_kernels:
         artifact, libraries = inductor_compile(graph, inputs, {**_described(graph), **options})
-    kernels = {_blob_name(file): file.read_bytes() for file in libraries}
-    code = inductor_serialize(artifact)
-    if code is None:
-        return inductor_callable(artifact), {}
-    blobs = {CODE: code, **kernels}
-    if kernels:
-        blobs |= {f"{PROBE}{name}": answer for name, answer in probes(toolchain).items()}
-        blobs[COMPILER] = compiler_version()
-    return inductor_callable(artifact), blobs
+
+    def finish() -> Built:
+        wait_for_kernels()
+        code = inductor_serialize(artifact)
+        if code is None:
+            return inductor_callable(artifact), {}
+        blobs = {CODE: code} | {_blob_name(file): file.read_bytes() for file in libraries}
+        if libraries:
+            blobs |= {f"{PROBE}{name}": answer for name, answer in probes(toolchain).items()}
+            blobs[COMPILER] = compiler_version()
+        return inductor_callable(artifact), blobs
+
+    return finish
 
 
 def _described(graph: GraphModule) -> dict[str, Any]:
@@ -93,11 +97,16 @@ def _described(graph: GraphModule) -> dict[str, Any]:
     return {"unsafe_marked_cacheable_functions": names} if names else {}
 
 
-def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
+def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Building:
     """Like `compile_piece`, with all of torch's caches off; nothing can be stored."""
-    with generating_code():
+    with generating_code() as wait_for_kernels:
         artifact, _ = inductor_compile(graph, inputs, {**options, "force_disable_caches": True})
-    return inductor_callable(artifact), {}
+
+    def finish() -> Built:
+        wait_for_kernels()
+        return inductor_callable(artifact), {}
+
+    return finish
 
 
 def first_use(device: torch.device, events: Events) -> None:
@@ -114,7 +123,7 @@ def first_use(device: torch.device, events: Events) -> None:
     graph.output((graph.call_function(torch.add, (one, one)),))
     with events.span("toolchain", level=logging.INFO), compiling():
         inputs = [fresh_fake_mode().from_tensor(torch.zeros(1))]
-        compile_piece(GraphModule({}, graph), inputs, {})
+        compile_piece(GraphModule({}, graph), inputs, {})()
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:

@@ -323,17 +323,25 @@ def _compile_here(
         return {}
     if compiler.first_use is not None:
         compiler.first_use(request.device, request.events)
+    results: dict[int, CompiledJob] = {}
+    last: dict[int, Callable[[], CompiledJob]] = {}
     with compiler.session():
-        each = chain([first], jobs)
-        return {n: _compile(request, split, compiler, n, job) for n, job in each}
+        for number, job in chain([first], jobs):
+            before = last
+            try:
+                last = {number: _compile(request, split, compiler, number, job)}
+            finally:  # it was built while this code was generated
+                results |= {number: finish() for number, finish in before.items()}
+        return results | {number: finish() for number, finish in last.items()}
 
 
 def _compile(
     request: CompileRequest, split: SplitModel, compiler: Compiler, number: int, job: Job
-) -> CompiledJob:
-    """Run the compiler on a copy of the piece, prove the guards that it adds, record and store.
+) -> Callable[[], CompiledJob]:
+    """Generate the code of a copy of the piece, and prove the guards that the compiler adds.
 
-    Raises PieceFailed and the errors of guards.
+    What it returns waits until the code can run, records and stores. Both raise PieceFailed, and
+    this the errors of guards.
     """
     request.checkpoint()
     unique, events, (low, high), facts = job.unique, request.events, job.span, _facts(job)
@@ -348,10 +356,28 @@ def _compile(
         ):
             events.emit("compile.start", compiler=compiler.name, **facts)
             options = compiler_options(split, job, request.device, events)
-            fn, blobs = compiler.compile(graph, _inputs(job, graph), options)
-        result = CompiledJob(fn, blobs, _prove(split, unique, lambda: fn), span.seconds)
-        _record(request, compiler, job, result, facts)
-    return result
+            building = compiler.compile(graph, _inputs(job, graph), options)
+
+        @cache
+        def built() -> tuple[PieceFn, Blobs, float]:
+            with (
+                events.span("compile.kernels", piece=unique.index) as waited,
+                _naming(compiler, unique),
+            ):
+                fn, blobs = building()
+            return fn, blobs, span.seconds + waited.seconds
+
+        # now: the next piece adds its guards to the same environment
+        proved = _prove(split, unique, lambda: built()[0])
+
+    def finish() -> CompiledJob:
+        with events.trace_unit(number + 1, title, where):
+            fn, blobs, seconds = built()
+            result = CompiledJob(fn, blobs, proved, seconds)
+            _record(request, compiler, job, result, facts)
+        return result
+
+    return finish
 
 
 def _facts(job: Job) -> dict[str, Any]:

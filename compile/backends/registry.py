@@ -17,7 +17,7 @@ from ...cache import Cache
 from ...errors import UnknownCompiler
 from ...events import Events
 from ...torch_compat.tracing.dynamo import registered_backend, registered_backends
-from ..ir.compilation import Built, CompilePiece, Compiler
+from ..ir.compilation import Building, CompilePiece, Compiler
 from ..ir.config import CodeConfig
 from . import inductor
 from .editable_code import editable_inductor
@@ -69,14 +69,16 @@ def compiler_named(name: str) -> Compiler:
     return Compiler(name, _with_backend(name))
 
 
-def _compile_eagerly(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
+def _compile_eagerly(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Building:
     forward = graph.forward
-    return lambda args: forward(*args), {}
+    return lambda: (lambda args: forward(*args), {})
 
 
 def _with_backend(name: str) -> CompilePiece:
-    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
+    def compile_piece(
+        graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
+    ) -> Building:
         compiled = registered_backend(name)(graph, inputs)
-        return lambda args: compiled(*args), {}
+        return lambda: (lambda args: compiled(*args), {})
 
     return compile_piece

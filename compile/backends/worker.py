@@ -207,7 +207,7 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
             _Values(graph).run(*inputs)
         if task.size is not None:
             inputs = static_inputs(graph, dict.fromkeys(symbols, task.size))
-        _, blobs = inductor.compile_piece(graph, inputs, options)
+        _, blobs = inductor.compile_piece(graph, inputs, options)()
     if not blobs:
         return Refused("the compiler cannot serialize it")
     seconds = time.perf_counter() - began

@@ -35,12 +35,15 @@ Blobs = Mapping[str, bytes]
 Built = tuple[PieceFn, Blobs]
 """The callable of one piece and the artifact to store, empty if nothing can be stored."""
 
-CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Built]
+Building = Callable[[], Built]
+"""Waits until the generated code of a piece can run."""
+
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Building]
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """`compile(graph, inputs, options)` gives the callable of a piece and its artifact.
+    """`compile(graph, inputs, options)()` gives the callable of a piece and its artifact.
 
     `load` rebuilds the callables of several artifacts at once; None for a compiler without
     artifacts.

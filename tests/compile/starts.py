@@ -22,7 +22,7 @@ from piecegraph.cache import Cache, Key
 from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
-from piecegraph.compile.ir.compilation import CODE, Blobs, Built, CompileRequest, PieceFn
+from piecegraph.compile.ir.compilation import CODE, Blobs, Building, CompileRequest, PieceFn
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import BundleUse, Config, compile_config
@@ -33,7 +33,7 @@ from .models import X
 CPU = torch.device("cpu")
 
 
-def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
+def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Building:
     used = graph.graph.python_code("self").globals
     imports = [
         f"from {value.__module__} import {value.__name__} as {name}\n"
@@ -42,7 +42,7 @@ def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, An
         and not str(value.__module__).startswith("torch")
     ]
     blobs = {CODE: "".join([*imports, graph.code]).encode()}
-    return load_texts([blobs])[0], blobs
+    return lambda: (load_texts([blobs])[0], blobs)
 
 
 def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:

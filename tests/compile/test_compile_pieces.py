@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.compile.ir.compilation import Built
+from piecegraph.compile.ir.compilation import Building, Built
 from piecegraph.errors import PieceFailed
 
 from . import ops as _registers  # noqa: F401
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.compile
 
 
 class Recording:
-    """A compiler that logs its calls in order and cannot compile the piece numbered `broken`."""
+    """A compiler that logs its calls in order and fails at one of them, `broken`."""
 
-    def __init__(self, broken: int | None = None) -> None:
+    def __init__(self, broken: str = "") -> None:
         self.log: list[str] = []
         self.collecting: set[bool] = set()
         self._broken, self._count = broken, 0
@@ -43,13 +43,22 @@ class Recording:
         finally:
             self.log.append("close")
 
-    def _compile(self, graph: GraphModule, inputs: Any, options: Mapping[str, Any]) -> Built:
+    def _compile(self, graph: GraphModule, inputs: Any, options: Mapping[str, Any]) -> Building:
         number, self._count = self._count, self._count + 1
-        self.log.append(f"compile {number}")
+        self._note(f"generate {number}")
         self.collecting.add(gc.isenabled())
-        if number == self._broken:
+        building = compile_text(graph, inputs, options)
+
+        def build() -> Built:
+            self._note(f"build {number}")
+            return building()
+
+        return build
+
+    def _note(self, call: str) -> None:
+        self.log.append(call)
+        if call == self._broken:
             raise OSError("no compiler")
-        return compile_text(graph, inputs, options)
 
 
 @pytest.fixture
@@ -66,19 +75,23 @@ def begin(root: Path) -> Any:
     return start(Stack(4), root, splitting_ops=MIX, compiler="recording")
 
 
-def test_pieces_are_compiled_in_one_session(tmp_path: Path, using: Any) -> None:
+def test_a_piece_is_built_while_the_code_of_the_next_is_generated(
+    tmp_path: Path, using: Any
+) -> None:
     compiler = using(Recording())
     begin(tmp_path)
-    assert compiler.log == ["open", "compile 0", "compile 1", "compile 2", "close"]
+    generated = ["generate 0", "generate 1", "build 0", "generate 2", "build 1", "build 2"]
+    assert compiler.log == ["open", *generated, "close"]
 
 
-def test_what_was_compiled_before_an_error_is_kept(tmp_path: Path, using: Any) -> None:
-    using(Recording(broken=1))
+@pytest.mark.parametrize("broken", ["generate 1", "build 1"])
+def test_what_was_compiled_before_an_error_is_kept(tmp_path: Path, using: Any, broken: str) -> None:
+    using(Recording(broken))
     with pytest.raises(PieceFailed, match=r"piece 1 .*OSError: no compiler"):
         begin(tmp_path)
     again = using(Recording())
     begin(tmp_path)
-    assert again.log == ["open", "compile 0", "compile 1", "close"]
+    assert again.log == ["open", "generate 0", "generate 1", "build 0", "build 1", "close"]
     assert begin(tmp_path).hit
 
 
@@ -93,7 +106,7 @@ def test_nothing_missing_opens_no_session(tmp_path: Path, using: Any) -> None:
 def test_garbage_is_not_collected_while_compiling_and_is_afterwards(
     tmp_path: Path, using: Any
 ) -> None:
-    compiler = using(Recording(broken=2))
+    compiler = using(Recording("generate 2"))
     with pytest.raises(PieceFailed):
         begin(tmp_path)
     assert compiler.collecting == {False}

@@ -216,7 +216,11 @@ def test_value_computed_before_a_mutation_is_of_the_old_value(compiled, function
 
 def test_what_is_needed_once_has_spans_of_its_own(monkeypatch):
     compiled = []
-    monkeypatch.setattr(inductor, "compile_piece", lambda *given: compiled.append(given))
+
+    def compile_piece(*given):
+        return lambda: compiled.append(given)
+
+    monkeypatch.setattr(inductor, "compile_piece", compile_piece)
     for ready in (True, False):
         events = Events()
         monkeypatch.setattr(inductor, "cpp_headers_ready", lambda _, ready=ready: ready)

@@ -157,12 +157,12 @@ class Fault:
 
 
 def pass_in_one_range(site: Site) -> BisectCase:
-    small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
+    small = GraphPass("small", models.sin_to_cos, max_num_tokens=4)
     return site.case(codegen={"passes": {"small": small}, "ranges": (4,)})
 
 
 def pass_at_sizes_of_no_step(site: Site) -> BisectCase:
-    small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
+    small = GraphPass("small", models.sin_to_cos, max_num_tokens=4)
     return site.case(codegen={"passes": {"small": small}, "ranges": (4,)}, sizes=(8,))
 
 
@@ -371,9 +371,9 @@ FAULTS = [
                sizes=(8,)), "compiler",
           "sin (faulty_models.py:", 0, "sin_to_cos", "right without the pass sin_to_cos", True),
     Fault("a pass is wrong in one range", pass_in_one_range, "compiler", "sin (faulty_models.py:",
-          0, "small_only", "step=1 size=3", True),
+          0, "small", "step=1 size=3", True),
     Fault("a pass is wrong at sizes of no step", pass_at_sizes_of_no_step, "compiler",
-          "sin (faulty_models.py:", 0, "small_only", "no step has this size", True),
+          "sin (faulty_models.py:", 0, "small", "no step has this size", True),
     Fault("Inductor lowers relu to abs", lowered(ATEN.relu.default, ATEN.abs.default), "compiler",
           "relu (faulty_models.py:", 1, compiler=True),
     Fault("Inductor cannot lower relu", lowering_that_raises, "compiler", None, 1,

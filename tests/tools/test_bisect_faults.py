@@ -88,7 +88,7 @@ def test_the_users_cache_is_only_read(tmp_path):
     def keep(graph, inputs, options):
         name = str(len(kept)).encode()
         kept[name] = lambda args: graph.forward(*args)
-        return kept[name], {"code": name}
+        return lambda: (kept[name], {"code": name})
 
     cache = tmp_path / "cache"
     with site_for("inductor") as site:

@@ -101,7 +101,7 @@ def compile_graph(
         inputs = concrete_inputs(graph, sizes)
     options = {**config.code.inductor_options, **inductor_passes(tuple(passes), Events(), 0)}
     with compiler.session(), reasoning_about_sizes(config.code.dynamic_shapes.value):
-        fn, _ = compiler.compile(graph, inputs, options)
+        fn, _ = compiler.compile(graph, inputs, options)()
     return fn
 
 
