@@ -58,7 +58,7 @@ MUTANTS = [
      "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
      "self._inputs.copied)", f"{DELAYED} -k after_the_copies"),
     (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
-    ("tools/engine/overlap.py", "step.done.synchronize()", "pass",
+    ("tools/engine/engine.py", "self.copied.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
      f"{LIVE}/test_verification.py -k serves_until"),

@@ -176,6 +176,13 @@ MUTANTS = [
         MEMORY,
     ),
     Mutant(
+        "staging memory is filled before its copies",
+        "tools/engine/engine.py",
+        "self.copied.synchronize()",
+        "pass",
+        "tests/cuda_stand_in/test_overlap.py",
+    ),
+    Mutant(
         "metadata is copied from pageable memory",
         "tools/engine/metadata.py",
         'if device.type == "cuda" else host',

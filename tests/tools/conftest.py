@@ -20,6 +20,7 @@ from piecegraph import (
     RuntimeMode,
     forward_context,
 )
+from piecegraph.runtime.backends.work_queue import QueuePoint
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.decoder_config import DecoderConfig
 from piecegraph.tools.engine.engine import Engine
@@ -117,6 +118,9 @@ class EagerPrepared:
             mode = RuntimeMode.FULL if batch.is_decode else RuntimeMode.PIECEWISE
         descriptor = BatchDescriptor(num_tokens=padded or batch.num_tokens)
         return SimpleNamespace(mode=mode, descriptor=descriptor, reason="the next size")
+
+    def copies_done(self):
+        return QueuePoint(None)  # nothing is delayed
 
     def run(self, decision, input_ids, positions, *, metadata):
         missing = decision.descriptor.num_tokens - len(input_ids)

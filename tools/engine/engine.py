@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
-from .metadata import Buffers, staged
+from .metadata import Buffers
 from .scheduler import Request, Schedule, Scheduler
 from .serving_log import Clock, ServingLog
 
@@ -49,6 +49,11 @@ class Engine:
         self.run = run
         self.max_loras = max_loras
         self.ranks = ranks
+        self.copied = prepared.copies_done()
+        """Of the last step: from then on the host may fill staging memory again."""
+        self._staging = torch.zeros(
+            4, scheduler.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
@@ -69,15 +74,21 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; returns the requests it completed."""
         self.log.began()
-        schedule = self.scheduler.schedule()
-        decision = self.dispatch(self.batch(schedule))
-        metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
-        inputs = self.inputs(schedule, decision.descriptor)
+        schedule, decision, inputs, metadata = self.next_step()
         hidden = self.run(decision, *inputs, metadata=metadata)
+        self.copied = self.prepared.copies_done()
         tokens = self.sampled(hidden, schedule, decision.descriptor)
         completed = self.scheduler.finish(schedule, tokens.tolist())
         self.log.ended(schedule, decision, completed)
         return completed
+
+    def next_step(self) -> tuple[Schedule, Decision, tuple[torch.Tensor, ...], Any]:
+        """The next step's inputs and metadata, on their way to the device."""
+        self.copied.synchronize()
+        schedule = self.scheduler.schedule()
+        decision = self.dispatch(self.batch(schedule))
+        metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
+        return schedule, decision, self.inputs(schedule, decision.descriptor), metadata
 
     def _work_left(self, here: bool) -> bool:
         """Whether any data-parallel rank has requests; the others run steps without tokens."""
@@ -125,10 +136,10 @@ class Engine:
             rows = [-1 if adapter is None else places[adapter] for adapter in used]
             inputs += [rows, adapters]
         return tuple(
-            staged(torch.tensor(each, dtype=torch.int64), self.device).to(
-                self.device, non_blocking=True
-            )
-            for each in inputs
+            staging[: len(each)]
+            .copy_(torch.tensor(each, dtype=torch.int64))
+            .to(self.device, copy=True, non_blocking=True)
+            for staging, each in zip(self._staging, inputs, strict=False)
         )
 
     def sampled(

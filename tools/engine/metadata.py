@@ -8,7 +8,6 @@ slot or one of the dump block, which padding block-table entries point to.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,7 +142,7 @@ class Buffers(Protocol):
 class MetadataBuffers:
     """The persistent buffers and the two ways to fill them: from a schedule, or with padding.
 
-    There are two sets of staging memory, in turn: the copies of a step in flight read theirs late.
+    The copies to them read staging memory, late if a step is in flight: `Engine.copied`.
     """
 
     def __init__(
@@ -161,9 +160,7 @@ class MetadataBuffers:
             name: torch.zeros(shape, dtype=torch.int64, device=device)
             for name, shape in shapes.items()
         }
-        self._staging = cycle(
-            [[np.zeros(shape, dtype=np.int64) for shape in shapes.values()] for _ in range(2)]
-        )
+        self._staging = [np.zeros(shape, dtype=np.int64) for shape in shapes.values()]
 
     def fill(
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
@@ -213,7 +210,7 @@ class MetadataBuffers:
         requests = 1 + (descriptor.num_reqs or tokens)
         sizes = tokens, requests, requests, requests + 1
         padding = NO_SLOT if self.triton else DUMP_SLOT, DUMP_BLOCK, 0, tokens
-        staging = zip(next(self._staging), sizes, padding, strict=True)
+        staging = zip(self._staging, sizes, padding, strict=True)
         host = []
         for array, size, value in staging:
             array[:size] = value
@@ -229,7 +226,7 @@ class MetadataBuffers:
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
     ) -> AttentionMetadata:
-        """Copy to the device. The host's copy can be reused on return."""
+        """Copy to the device."""
         tensors = {
             name: buffer[: len(rows)].copy_(staged(torch.from_numpy(rows), buffer.device), True)
             for (name, buffer), rows in zip(self.tensors.items(), host, strict=True)

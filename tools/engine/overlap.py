@@ -9,7 +9,6 @@ accepted decides the next batch, so a step that samples ends before the next one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,11 +19,7 @@ from .scheduler import Request, Schedule
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was started. `tokens` (sampled rows,) are on the device.
-
-    After `done`, all that it reads may be rewritten: a step that samples nothing must be waited for
-    as well, or its staging memory would be filled again too early.
-    """
+    """A step that was started. `tokens` (sampled rows,) are on the device."""
 
     schedule: Schedule
     decision: Decision
@@ -33,8 +28,6 @@ class InFlight:
     """Where each sampled token belongs among those of its request."""
     completed: list[Request] | None
     """None as long as the scheduler does not know how many tokens the step added."""
-    done: Any
-    """Of `PreparedModel.reads_done`."""
 
 
 class OverlappingEngine(Engine):
@@ -63,7 +56,6 @@ class OverlappingEngine(Engine):
 
     def _end(self, step: InFlight) -> list[Request]:
         """Wait for a step, and give its requests their tokens."""
-        step.done.synchronize()
         tokens = step.tokens.tolist()
         if step.completed is None:
             step.completed = self.scheduler.finish(step.schedule, tokens)
@@ -74,18 +66,15 @@ class OverlappingEngine(Engine):
         return step.completed
 
     def _start(self, before: InFlight | None) -> InFlight:
-        schedule = self.scheduler.schedule()
-        decision = self.dispatch(self.batch(schedule))
-        metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
-        ids, *others = self.inputs(schedule, decision.descriptor)
+        schedule, decision, (ids, *others), metadata = self.next_step()
         if before is not None and len(before.tokens):
             ids = torch.where(ids < 0, before.tokens[(-1 - ids).clamp(min=0)], ids)
         hidden = self.run(decision, ids, *others, metadata=metadata)
+        self.copied = self.prepared.copies_done()
         tokens = self.sampled(hidden, schedule, decision.descriptor)
         sampling = (share.request for share in schedule.shares if share.samples)
         places = [(request, len(request.tokens)) for request in sampling]
-        done = self.prepared.reads_done()
-        return InFlight(schedule, decision, tokens, places, None, done)
+        return InFlight(schedule, decision, tokens, places, None)
 
     def _work_left(self, here: bool) -> bool:
         self._any_requests = super()._work_left(here)
