@@ -28,6 +28,9 @@ WORKSPACE = 32 << 20
 """What cuBLAS keeps for the engine's stream."""
 SEGMENT = 20 * MIB
 """torch takes memory from the device in segments of this size or larger."""
+RETURNED = WORKSPACE if torch.__version__ < "2.12" else 0
+"""Before 2.12, freeing a pool frees the engine's workspace: it returns inside a larger segment, of
+which as much is left."""
 CUDA = torch.device("cuda")
 
 
@@ -95,14 +98,14 @@ def test_forecast_ledger_and_device_agree(
     prepared.backend.trim()
     before = large_device.used()
     plan = prepared.memory_plan(0.9, padding)
-    assert large_device.used() - before <= SEGMENT  # of probes
+    assert large_device.used() - before <= max(SEGMENT, RETURNED)  # of probes
     prepared.capture(padding)
     used = large_device.used()
     ledger = {row["owner"]: row["bytes"] for row in prepared.report()["memory"]}
     pools = sum(num_bytes for owner, num_bytes in ledger.items() if owner.startswith("graph pool"))
     read = f"forecast {plan.graphs}, ledger {pools}, device {used - before} bytes"
     assert abs(plan.graphs - (used - before)) <= max(0.1 * pools, SEGMENT), read
-    assert abs(pools - (used - before)) <= 2 * MIB, read
+    assert abs(pools - (used - before)) <= 2 * MIB + RETURNED, read
     free, total = torch.cuda.mem_get_info()
     assert total - free == used
     unowned = used - sum(ledger.values()) - WORKSPACE
