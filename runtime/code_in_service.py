@@ -152,13 +152,11 @@ class CodeInService:
     def take_out(self, reason: str) -> bool:
         """Run the model uncompiled from now on, since its code is wrong.
 
-        A bundle in the private directory is put aside, so that no other start takes it; returns
-        whether there was one.
+        Its bundles in the private directory are put aside, so that no other start takes them;
+        returns whether there was one.
         """
         assert self._source is not None
-        compiling = self._records.compile
-        digests = [compiling.stored, compiling.bundle.digest if compiling.bundle else None]
-        aside = put_aside(self._cache, digests, reason)
+        aside = put_aside(self._cache, self._steps.code.compiled.plan, reason)
         self._replace(uncompiled_model(self._source.request), None)
         return aside
 

@@ -7,7 +7,7 @@ be stored under one trace key; each holds the conditions under which it may be u
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,7 +70,7 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = plan.model_dump_json().encode()
-    request.records.stored = request.cache.publish("bundle", key, meta, blobs).digest
+    request.cache.publish("bundle", key, meta, blobs)
     return True
 
 
@@ -132,9 +132,10 @@ def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str,
     return free[0] if free else candidates[replaced]
 
 
-def put_aside(cache: Cache, digests: Collection[str | None], reason: str) -> bool:
-    """Put bundles with their code out of service; whether there was one."""
-    bundles = [each for each in cache.stored("bundle") if each.digest in digests]
+def put_aside(cache: Cache, plan: Plan, reason: str) -> bool:
+    """Put the bundles of a plan with their code out of service; whether there was one."""
+    digest = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+    bundles = [each for each in cache.stored("bundle") if each.blobs[PLAN].sha256 == digest]
     blobs = (item for bundle in bundles for item in bundle.blobs.items())
     code = [ref.sha256 for name, ref in blobs if name.partition(".")[2] in (CODE, LIBRARY)]
     cache.put_aside(bundles, code, reason)

@@ -114,8 +114,6 @@ class CompileRecords:
     """Of one `prepare`. `lookups` are kept only where events want details."""
 
     bundle: BundleOutcome | None = None
-    stored: str | None = None
-    """`Entry.digest` of the bundle that this start has stored."""
     not_cacheable: tuple[str, ...] = ()
     """What the trace relied on and cannot be stored as a condition, each with the user's line."""
     pieces: list[PieceBuilt] = field(default_factory=list)

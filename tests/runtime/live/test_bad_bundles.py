@@ -42,7 +42,8 @@ def broken(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Texts.compile
 
     def compile_broken(self: Texts, graph: Any, inputs: Any, options: Any) -> Any:
-        return right(self, graph, inputs, options)[0], {"code": BROKEN}
+        fn, _ = right(self, graph, inputs, options)()
+        return lambda: (fn, {"code": BROKEN})
 
     monkeypatch.setattr(Texts, "compile", compile_broken)
     assert not start("builder").prepared.compiled.from_bundle

@@ -127,6 +127,19 @@ def test_a_stale_bundle_is_put_aside(
     assert run(again, 3)
 
 
+def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(
+    serve_cold: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_wrong(monkeypatch)
+    served = serve_cold(shadow=EACH)
+    served.prepared.capture()
+    served.prepared.wait_until_compiled()
+    assert served.prepared.compiled.from_bundle
+    assert run(served, 3)
+    assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
+    assert not serve_cold().prepared.compiled.traced
+
+
 class MixesRows(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + x.nan_to_num(7.0).sum(0)
@@ -413,8 +426,8 @@ def test_one_wrong_graph_is_out_of_service_alone(
     served.prepared.capture()
     replay = InstalledGraph.replay
 
-    def wrong(self: InstalledGraph, tensors: Any, sizes: Any) -> Any:
-        results = replay(self, tensors, sizes)
+    def wrong(self: InstalledGraph, *args: Any) -> Any:
+        results = replay(self, *args)
         return [one + 1 for one in results] if self.recording.name == "FULL 4" else results
 
     monkeypatch.setattr(InstalledGraph, "replay", wrong)
