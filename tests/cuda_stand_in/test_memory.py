@@ -41,9 +41,10 @@ def nothing(*_: Any) -> None:
 
 @pytest.mark.usefixtures("without_values")
 def test_a_forecast_leaves_nothing_allocated(model: pg.PreparedModel, stand_in: StandIn) -> None:
-    used = stand_in.used()
+    used, streams = stand_in.used(), stand_in.calls("cudaStreamCreate")
     model.memory_plan(0.9, nothing)
     assert stand_in.used() - used <= 2 * MIB
+    assert stand_in.calls("cudaStreamCreate") == streams + 1  # probes capture on one stream
 
 
 @pytest.mark.usefixtures("without_values")
