@@ -117,18 +117,18 @@ def run_step(step: Step) -> dict[str, Any]:
     began = time.monotonic()
     child = subprocess.Popen(
         step.command, cwd=ROOT, env=os.environ | step.environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = child.communicate(timeout=step.limit_s)
+        output, errors = child.communicate(timeout=step.limit_s)
         status = "passed" if child.returncode == 0 else f"failed ({child.returncode})"
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        output, _ = child.communicate()
+        output, errors = child.communicate()
         status = f"stopped after {step.limit_s} s"
     facts |= {"status": status, "seconds": round(time.monotonic() - began, 1)}
     if status != "passed":
-        return {**facts, "output": output[-KEPT:]}
+        return {**facts, "output": (output + errors)[-KEPT:]}
     return {**facts, "result": read_result(output)}
 
 

@@ -35,8 +35,10 @@ def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -
 def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> None:
     failed = run_step(python("print('why'); raise SystemExit(3)"))
     assert (failed["status"], failed["output"]) == ("failed (3)", "why\n")
-    passed = run_step(python("print('noise'); print('{\"us\": 2.5}')"))
-    assert (passed["status"], passed["result"]) == ("passed", {"us": 2.5})
+    beside = "import sys; print('a table', file=sys.stderr); "
+    for printed in ("print('noise'); print('{\"us\": 2.5}')", "print('{\\n\"us\": 2.5\\n}')"):
+        passed = run_step(python(beside + printed))
+        assert (passed["status"], passed["result"]) == ("passed", {"us": 2.5})
     assert run_step(python("", why_not="one device"))["status"] == "not run"
 
 
