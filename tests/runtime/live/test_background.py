@@ -379,16 +379,23 @@ def fail() -> None:
 def serve_on_a_rank(rank: int, folder: Path, serve: Callable[..., LiveServed], lost: bool) -> None:
     """A forked rank: random steps until compiled code serves or all stay uncompiled.
 
-    `lost` lets rank 1 fail to compile.
+    `lost` lets rank 1 fail to compile. Libraries are built on each rank.
     """
     torch.set_num_threads(1)
     random.seed(0)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     if lost and rank == 1:
         registry.entry_points = lambda group: [Texts(before=fail)]  # type: ignore[assignment]
-    served = serve(ranks=Ranks(), cache_dir=folder / (f"cache {rank}" if lost else "cache"))
+    ahead.compile_ahead = lambda request: bool(request.checkpoint())
+    served = serve(
+        ranks=Ranks(),
+        cache_dir=folder / (f"cache {rank}" if lost else "cache"),
+        bundle="serve_ahead",
+    )
     served.prepared.capture()
     serve_until_over(served)
+    while not (lost or libraries(served)):
+        time.sleep(0.01)
     for lengths in LENGTHS:
         served.step(*lengths)
     (folder / f"{rank}.json").write_text(json.dumps(served.prepared.report()))
@@ -417,6 +424,8 @@ def test_ranks_switch_at_the_same_step_or_not_at_all(
     assert [c["num_tokens"] for c in one["captures"]] == [
         c["num_tokens"] for c in other["captures"]
     ]
+    for report in (one, other):
+        assert [built["reason"] for built in report["background"]["libraries"]] == [None]
     phases = [phase["phase"] for report in (one, other) for phase in report["background"]["phases"]]
     assert phases.count("trace.dynamo") == 1  # one rank compiled for both
 
