@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -110,7 +111,7 @@ def run_step(step: Step) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "step": step.name,
         "shows": step.shows,
-        "command": " ".join(step.command),
+        "command": shlex.join(step.command),
     }
     if step.why_not:
         return {**facts, "status": "not run", "reason": step.why_not}

@@ -68,6 +68,14 @@ MUTANTS = [
         "            torch.cuda.empty_cache()\n",
         SCENES,
     ),
+    Mutant(
+        "workspaces of the engine's graphs are freed with a pool",
+        "torch_compat/basics/cuda.py",
+        "        if pools <= {(0, 0), tuple(pool)}:\n",
+        "        if True:\n",
+        SCENES,
+        before=(2, 12),
+    ),
     Mutant("no anchor", CUDA, "if pool.anchor is None:", "if False:", RUNTIME),
     Mutant(
         "captures on the current device",
