@@ -94,7 +94,11 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
 
         stack.enter_context(dynamo_lock())
         stack.enter_context(reasoning_about_sizes(dynamic_shapes))
-        settings: dict[str, Any] = {"automatic_dynamic_shapes": False, "replay_side_effects": False}
+        settings: dict[str, Any] = {
+            "automatic_dynamic_shapes": False,
+            "replay_side_effects": False,
+            "skip_guards_on_constant_func_defaults": False,  # True in torch 2.11
+        }
         stack.enter_context(dynamo_config.patch(settings))
         stack.enter_context(replaced(symbolic_shapes, "format_frame", _full_frame))
         stack.enter_context(get_metrics_context())

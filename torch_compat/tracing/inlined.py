@@ -102,12 +102,17 @@ def inlined_calls() -> Iterator[Inlined]:
     for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
         notes.append((variables.UserDefinedClassVariable, name, _note_class_access))
     sets = getattr(variables, "sets", variables.dicts)  # torch 2.11 has them among its dicts
-    for kind in vars(sets).values():
-        named = isinstance(kind, type) and "set" in kind.__name__.lower()
-        if named and kind.__module__ == sets.__name__:
-            notes += [(kind, name, _note_order) for name in _SET_ORDER & vars(kind).keys()]
+    kinds = [each for each in vars(sets).values() if "set" in getattr(each, "__name__", "").lower()]
+    notes += {  # torch 2.11 has the methods in the parent of sets and dicts
+        (next(owner for owner in kind.__mro__ if name in vars(owner)), name, _note_order)
+        for kind in kinds
+        if isinstance(kind, type) and kind.__module__ == sets.__name__
+        for name in _SET_ORDER
+        if hasattr(kind, name)
+    }
     notes += [(sets.SetVariable, "call_method", _note_popped)]
     notes += [(variables.ListVariable, "call_method", _note_extended)]
+    notes += [(variables.ConstDictVariable, "call_method", _note_joined)]
     comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:
         stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", comparisons))
@@ -202,6 +207,9 @@ def _note_module_access(
 def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
     if variable.source is None:
         inlined.class_reads.add((variable.value, attribute))
+    elif isinstance(inspect.getattr_static(variable.value, attribute, None), _LITERAL):
+        expression = f"{variable.source.name}.{attribute}"  # torch 2.11 adds no guard
+        inlined.facts.add(GuardFact(expression, "CONSTANT_MATCH", None, _traced_line()))
 
 
 def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
@@ -278,10 +286,18 @@ def _note_extended(inlined: Inlined, _: Any, tx: Any, name: str, args: Any, *__:
         inlined.facts.add(GuardFact(str(added.source.name), "ITERATED", None, _traced_line()))
 
 
+def _note_joined(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -> None:
+    """`a | b` has the keys of `a`, which torch 2.11 does not guard."""
+    if name == "__or__" and variable.source is not None and "Dict" in type(variable).__name__:
+        inlined.facts.add(GuardFact(str(variable.source.name), "ITERATED", None, _traced_line()))
+
+
 def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
     """A set is iterated, in an order that its history and the hashes of its items decide."""
-    is_ordered = "Ordered" in type(variable).__name__ or "DictKey" in type(variable).__name__
-    if is_ordered or len(variable.items) < 2 or _is_orderless():
+    kind = type(variable).__name__
+    if "set" not in kind.lower() or "Ordered" in kind or "DictKey" in kind:
+        return
+    if len(variable.items) < 2 or _is_orderless():
         return
     if variable.source is None and _is_of_list(inlined, [item.vt for item in variable.items]):
         return
@@ -319,6 +335,7 @@ def _is_orderless() -> bool:
 _PARTS_OF_FUNCTIONS = ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__")
 _EQUAL_OBJECTS = (str, bytes, int, float, complex, tuple, frozenset)
 """Types of constants of which two objects may be equal."""
+_LITERAL = (bool, int, float, complex, str, bytes)
 _PART_ACCESS = ("var_getattr", "tp_getattro_impl")
 """Methods by which Dynamo looks up an attribute of any value, by version of torch."""
 _SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
