@@ -55,7 +55,7 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
     assert doubled.__code__ in found.inlined.functions
     assert found.inlined.variables == {"PIECEGRAPH_TEST_VARIABLE"}
     guard = next(guard for guard in found.guards if "SCALE" in guard.expression)
-    assert guard.kind == "CONSTANT_MATCH"
+    assert guard.kind in ("CONSTANT_MATCH", "EQUALS_MATCH")  # the second in torch 2.11
     assert str(guard.where).partition(":")[0] == __file__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import re
@@ -141,8 +142,9 @@ def capture_full_graph(
     facts = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in guards}
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
+        names = vars(builtins) | global_scope  # torch 2.11 asks for builtins, too
         forward: Callable[..., Any] = runtime.forward_callable(
-            graph_name, compiled_fn, extra_globals=global_scope
+            graph_name, compiled_fn, extra_globals=names
         )
         return forward if bound is None else partial(forward, bound)
 

@@ -162,7 +162,8 @@ def _note_absence(handled: set[Any], inlined: Inlined, translator: Any, raised: 
 
     by_the_user = translator.current_instruction.opname in ("RAISE_VARARGS", "RERAISE")
     absent = isinstance(raised, (ObservedAttributeError, ObservedLookupError))
-    if absent and not by_the_user and raised not in handled:
+    variable = translator.f_code is type(os.environ).__getitem__.__code__  # recorded by name
+    if absent and not by_the_user and not variable and raised not in handled:
         where = _traced_line()
         if (probe := _probe(raised, where)) is not None:
             inlined.facts.add(probe)
