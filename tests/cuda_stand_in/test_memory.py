@@ -255,3 +255,9 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
         assert plan.kv_cache - later.kv_cache == pytest.approx(sum(others), rel=0.05)
     finally:
         stand_in.other_process(-sum(others))
+
+
+def test_a_device_above_its_limit_has_no_free_memory(stand_in: StandIn) -> None:
+    x = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+    stand_in.limit_memory(x.nbytes // 2)
+    assert torch.cuda.mem_get_info() == (0, x.nbytes // 2)
