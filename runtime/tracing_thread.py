@@ -76,6 +76,8 @@ class TracingThread:
         self._latest_start_s = latest_start_s
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._autocast_dtypes = {each: torch.get_autocast_dtype(each) for each in ("cpu", "cuda")}
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
@@ -138,6 +140,9 @@ class TracingThread:
         self.wake.wait(self._latest_start_s)
         if torch.get_default_device() != self._device:
             torch.set_default_device(self._device)
+        torch.set_autocast_cache_enabled(self._autocast_cache)
+        for device, dtype in self._autocast_dtypes.items():
+            torch.set_autocast_dtype(device, dtype)
         with (
             suppress(Stopped),
             self._alone(),

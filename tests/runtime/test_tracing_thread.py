@@ -148,3 +148,24 @@ def test_the_default_device_is_that_of_the_thread_that_starts_it() -> None:
     assert thread.join(60)
     assert seen == ["meta"]
     assert torch.empty(1).device.type == "cpu"
+
+
+def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it() -> None:
+    """A trace with the defaults found no difference to a bundle that was made with them."""
+
+    def settings() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_cache_enabled(), torch.get_autocast_dtype("cpu")
+
+    seen: list[tuple[bool, torch.dtype]] = []
+    before = settings()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        thread = TracingThread("test", lambda: seen.append(settings()), str)
+    finally:
+        torch.set_autocast_cache_enabled(before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+    thread.start()
+    assert thread.join(60)
+    assert seen == [(False, torch.float16)]
+    assert settings() == before
