@@ -29,6 +29,7 @@ from .encoder import (
     decomposed,
     function_text,
     is_tensor,
+    package_named,
     package_of,
     tensor_text,
     unwrapped,
@@ -187,7 +188,7 @@ def _is_own(cls: type, name: str) -> bool:
 @functools.cache
 def _version(module: str | None) -> str:
     """ " (package version)" for code whose package is known by its version; else empty."""
-    package = (module or "").partition(".")[0]
+    package = package_named(module)
     if package in KNOWN:
         return f" ({package})"
     file = getattr(sys.modules.get(package), "__file__", None) or ""

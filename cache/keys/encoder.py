@@ -9,15 +9,12 @@ described raises `Undescribable`: what depends on it must not be cached.
 
 from __future__ import annotations
 
-import abc
 import collections
-import collections.abc
 import enum
 import functools
 import hashlib
-import importlib
+import inspect
 import logging
-import numbers
 import re
 import sys
 import types
@@ -43,7 +40,6 @@ _SILENT = {
     "__setstate__",
 }
 MAX_DEPTH = 100
-_ABC: Any = importlib.import_module("_abc")  # the only way to list registered classes
 _CACHED: Any = type(functools.lru_cache(len))
 
 
@@ -99,28 +95,9 @@ def class_text(cls: type) -> str:
         for name, value in vars(each).items()
         if name.startswith("__") and (isinstance(value, _METHODS) or value is None)
     }
-    registered = (each() for each in _ABC._get_dump(cls)[0]) if isinstance(cls, abc.ABCMeta) else ()
-    virtual = sorted(f"{class_name(each)} as one" for each in registered if each is not None)
-    virtual += sorted(f"registered as {class_name(each)}" for each in _registered_as(cls))
     fields = list(getattr(cls, "__dataclass_fields__", ()))
-    shown = ", ".join(bases + sorted(operators - _SILENT) + virtual + fields)
+    shown = ", ".join(bases + sorted(operators - _SILENT) + fields)
     return f"{class_name(cls)}({shown})" if shown else class_name(cls)
-
-
-def _registered_as(cls: type) -> Iterator[type]:
-    """Abstract classes of the standard library that `cls` or a base of it was registered with.
-
-    Not those that it inherits from, or fits by its methods.
-    """
-    for module in (collections.abc, numbers):
-        for name in module.__all__:
-            each: Any = getattr(module, name)
-            if (
-                each not in cls.__mro__
-                and issubclass(cls, each)
-                and each.__subclasshook__(cls) is not True
-            ):
-                yield each
 
 
 def unwrapped(member: Any) -> Any:
@@ -297,7 +274,25 @@ def _is_bound(value: Any) -> bool:
 
 
 def package_of(value: Any) -> str:
-    return str(getattr(value, "__module__", None) or "").partition(".")[0]
+    """The package whose version says what a value is; none where a module of the user's has the
+    name of one of Python's."""
+    return package_named(getattr(value, "__module__", None))
+
+
+def package_named(module: Any) -> str:
+    package = str(module or "").partition(".")[0]
+    if package in sys.stdlib_module_names:
+        file = getattr(sys.modules.get(package), "__file__", None)
+        return package if file is None or is_standard_file(file) else ""
+    return package
+
+
+def is_standard_file(file: str) -> bool:
+    """Whether a file is one of the standard library."""
+    return file.startswith(("<frozen ", _STANDARD)) and "-packages/" not in file
+
+
+_STANDARD = f"{inspect.getfile(inspect).rpartition('/')[0]}/"
 
 
 def _torch_text(value: Any) -> str | None:

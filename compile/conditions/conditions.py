@@ -204,6 +204,8 @@ _OBSERVERS: dict[str, Callable[[Any, Any], Observation]] = {
     "truth": lambda value, _: str(len(value) > 0),
     "keys": lambda value, _: f"keys {[stable_text(key) for key in value]}",
     "contains": lambda value, key: str(key_of(key) in value),
+    "isinstance": lambda value, cls: str(isinstance(value, key_of(cls))),
+    "issubclass": lambda value, cls: str(issubclass(value, key_of(cls))),
     "hasattr": lambda value, name: str(hasattr(value, name)),
     "in __dict__": lambda value, name: str(name in getattr(value, "__dict__", ())),
     "hooks": lambda value, _: f"{sum([len(getattr(value, name, ())) for name in HOOKS])} hooks",

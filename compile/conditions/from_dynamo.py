@@ -31,10 +31,11 @@ from ...cache.keys.encoder import (
     Encoder,
     Undescribable,
     class_name,
+    is_standard_file,
     package_of,
     unwrapped,
 )
-from ...torch_compat.basics.facts import SHARED_CELL, UNGUARDED, GuardFact
+from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
@@ -64,11 +65,8 @@ _KINDS = {
 }
 """What is observed for a kind of guard; the value itself for all others."""
 
-_CALLED_METHODS = ("__class_getitem__", "__subclasshook__", "_missing_")
-_METACLASS_METHODS = (
-    *("__instancecheck__", "__subclasscheck__", "__call__", "__getitem__", "__iter__", "__len__"),
-    "__contains__",
-)
+_CALLED_METHODS = ("__class_getitem__", "_missing_")
+_METACLASS_METHODS = ("__call__", "__getitem__", "__iter__", "__len__", "__contains__")
 """Methods that Dynamo calls while tracing, or may call, to get a constant."""
 
 _WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
@@ -155,6 +153,9 @@ class _TraceConditions:
             self.tree.add(located.root, located.steps, "length")
             return
         self._add_class(located)
+        if guard.kind == CLASS_CHECK:
+            self._add_class_check(located, *guard.argument)
+            return
         kind, argument = _KINDS.get(guard.kind, "value"), guard.argument
         if guard.kind == UNGUARDED and Encoder().plain(value, "") is None:
             kind = "type"  # what was read of it has guards
@@ -174,6 +175,18 @@ class _TraceConditions:
         has_identity = kind in ("type", "length", "keys") or is_made
         if has_identity and not isinstance(value, _WITHOUT_IDENTITY):
             self.tree.add(located.root, located.steps, IDENTITY)
+
+    def _add_class_check(self, located: Located, check: str, classes: Sequence[type]) -> None:
+        """What `isinstance` or `issubclass` says of a value, which a start asks again."""
+        assert located.root is not None
+        cls = located.value if isinstance(located.value, type) else type(located.value)
+        for each in classes:
+            if {package_of(cls), package_of(each)} <= KNOWN:
+                continue
+            try:
+                self.tree.add(located.root, located.steps, check, encoded_key(each))
+            except TypeError as error:
+                raise Undescribable(class_name(each), "cannot be located") from error
 
     def _add_class(self, located: Located) -> None:
         """Remember where the class of a value, or a value that is a class, can be found."""
@@ -196,7 +209,7 @@ class _TraceConditions:
         inlined = {
             code: function
             for code, function in self.captured.inlined.functions.items()
-            if not is_torch_file(code.co_filename) and not _is_standard(code)
+            if not is_torch_file(code.co_filename) and not is_standard_file(code.co_filename)
         }
         wanted = {*self.captured.inlined.functions, getattr(forward, "__code__", None)}
         covered = {code for cls in self._all_classes() for code in self._add_methods(cls, wanted)}
@@ -239,8 +252,6 @@ class _TraceConditions:
             if located is None or located.root is None:
                 continue
             self._add_calls(cls, located)
-            if getattr(cls, "_is_protocol", False) and package_of(cls) not in KNOWN:
-                self._add_protocol(cls)
             if issubclass(cls, torch.nn.Module):
                 self._try(located.root, [*located.steps, ["static", "__call__"]], "code")
             if package_of(type(cls)) not in KNOWN:
@@ -278,19 +289,10 @@ class _TraceConditions:
             for name in () if package_of(owner) in KNOWN else names:
                 function = unwrapped(inspect.getattr_static(owner, name, None))
                 code = getattr(function, "__code__", None)
-                if code and not is_torch_file(code.co_filename) and not _is_standard(code):
+                file = code.co_filename if code else ""
+                if code and not is_torch_file(file) and not is_standard_file(file):
                     self._try(located.root, [*steps, ["static", name]], "calls")
-
-    def _add_protocol(self, cls: type) -> None:
-        """Conditions on whether objects fit a protocol, which `isinstance` decides by names."""
-        names: set[str] = set()
-        for base in cls.__mro__:
-            if getattr(base, "_is_protocol", False):
-                names |= {*vars(base), *vars(base).get("__annotations__", ())}
-        for located in list(self.locator.located.values()):
-            if located.root is not None and package_of(type(located.value)) not in KNOWN:
-                for name in sorted(name for name in names if not name.startswith("_")):
-                    self._try(located.root, located.steps, "hasattr", name)
+                    self._try(located.root, located.steps, "calls")  # it is given the class
 
     def _all_classes(self) -> dict[type, Located]:
         """Classes that guards are on, and those of submodules, by where they are found."""
@@ -408,15 +410,6 @@ def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Ste
                 step: Step = ["item", index]
                 inside = (*place, "__closure__", step, "cell_contents")
                 waiting.append((cell.cell_contents, inside))
-
-
-def _is_standard(code: types.CodeType) -> bool:
-    """Whether code is of the standard library, which is known by the version of Python."""
-    file = code.co_filename
-    return file.startswith("<frozen ") or (file.startswith(_STANDARD) and "-packages/" not in file)
-
-
-_STANDARD = f"{inspect.getfile(inspect).rpartition('/')[0]}/"
 
 
 def _contains(code: types.CodeType, inner: types.CodeType) -> bool:

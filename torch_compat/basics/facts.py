@@ -8,6 +8,9 @@ from typing import Any
 SHARED_CELL = "SHARED_CELL"
 """Kind of the fact that a variable of an enclosing function is the same at two expressions."""
 
+CLASS_CHECK = "CLASS_CHECK"
+"""Kind of the fact that a value was checked against classes: by which function, which classes."""
+
 UNGUARDED = "UNGUARDED"
 """Kind of the fact that Dynamo read a value and added no guard on it."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from ..basics.facts import SHARED_CELL, GuardFact
+from ..basics.facts import CLASS_CHECK, SHARED_CELL, GuardFact
 from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
@@ -87,6 +87,7 @@ def inlined_calls() -> Iterator[Inlined]:
         (in_graph, "call_function", partial(_note_result, "value")),
         (polyfilled, "call_function", partial(_note_result, "fn")),
         (function, "call_function", _note_kept_result),
+        (variables.UserMethodVariable, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
         (variables.builder, "make_dupe_guard", _note_alias),
         (variables.builder.VariableBuilder, "__call__", _note_wrapped),
@@ -216,7 +217,8 @@ def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str,
 def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
     """A function marked by `assume_constant_result`, which Dynamo calls."""
     if getattr(variable.fn, "_dynamo_marked_constant", False):
-        constants, named = _constants(args), _constants(kwargs.values())
+        given = [*args, variable.obj] if hasattr(variable, "obj") else args
+        constants, named = _constants(given), _constants(kwargs.values())
         arguments = None if named is None else constants
         by_name = dict(zip(kwargs, named or (), strict=False))
         inlined.results.append(FoldedCall(variable.fn, arguments, by_name, _traced_line()))
@@ -243,10 +245,33 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
         inlined.obstacles.add(("the hash of an object", _traced_line()))
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
+    if function in (isinstance, issubclass) and len(args) == 2:
+        _note_class_check(inlined, function.__name__, *args)
     if function is set and args:
         items = getattr(args[0].realize(), "items", None)
         if isinstance(items, list):
             inlined.ordered.append(tuple(item.realize() for item in items))
+
+
+def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> None:
+    """Registries of abstract classes and methods of metaclasses decide, without a guard."""
+    constants = _constants([checked]) if one.source is not None else None
+    classes = tuple(each for each in _classes(constants) if type(each) is not type)
+    if classes:
+        fact = GuardFact(str(one.source.name), CLASS_CHECK, (check, classes), _traced_line())
+        inlined.facts.add(fact)
+
+
+def _classes(checked: Any) -> Iterator[type]:
+    """The classes of a tuple or a union."""
+    if isinstance(checked, type):
+        yield checked
+    elif isinstance(checked, tuple):
+        for each in checked:
+            yield from _classes(each)
+    else:
+        yield from _classes(getattr(checked, "__args__", ()))
+        yield from _classes(getattr(checked, "__origin__", ()))
 
 
 def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
