@@ -209,9 +209,14 @@ def _note_module_access(
 def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
     if variable.source is None:
         inlined.class_reads.add((variable.value, attribute))
-    elif isinstance(inspect.getattr_static(variable.value, attribute, None), _LITERAL):
+    elif _is_literal(inspect.getattr_static(variable.value, attribute, None)):
         expression = f"{variable.source.name}.{attribute}"  # torch 2.11 adds no guard
         inlined.facts.add(GuardFact(expression, "CONSTANT_MATCH", None, _traced_line()))
+
+
+def _is_literal(value: Any) -> bool:
+    parts = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, bool | int | float | complex | str | bytes) for each in parts)
 
 
 def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
@@ -361,7 +366,6 @@ def _is_orderless() -> bool:
 _PARTS_OF_FUNCTIONS = ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__")
 _EQUAL_OBJECTS = (str, bytes, int, float, complex, tuple, frozenset)
 """Types of constants of which two objects may be equal."""
-_LITERAL = (bool, int, float, complex, str, bytes)
 _PART_ACCESS = ("var_getattr", "tp_getattro_impl")
 """Methods by which Dynamo looks up an attribute of any value, by version of torch."""
 _SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
