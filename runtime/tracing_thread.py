@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from ..compile.ir.compilation import CompileRequest
-from ..torch_compat.tracing.other_threads import unseen_by_other_threads
+from ..torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 from .after_seal import allow_compilation
 from .ranks import Exchange
 from .records import Records
@@ -78,6 +78,7 @@ class TracingThread:
         self._device = torch.get_default_device()
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._autocast_dtypes = {each: torch.get_autocast_dtype(each) for each in ("cpu", "cuda")}
+        keep_device_guard()
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)

@@ -169,3 +169,27 @@ def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it() -> No
     assert thread.join(60)
     assert seen == [(False, torch.float16)]
     assert settings() == before
+
+
+TWO_TRACES = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from piecegraph.runtime.tracing_thread import TracingThread
+
+def work():
+    with FakeTensorMode() as mode:
+        mode.from_tensor(torch.ones(3)) * 2
+    return "traced"
+
+for _ in range(2):
+    thread = TracingThread("test", work, str)
+    thread.start()
+    assert thread.join(60) and thread.is_over() and thread.failure == "traced"
+"""
+
+
+@pytest.mark.slow
+def test_a_trace_after_another_thread_has_ended() -> None:
+    """Torch 2.11 for CUDA, without a device, ended the process: a guard ended with the thread."""
+    ended = subprocess.run([sys.executable, "-c", TWO_TRACES], capture_output=True)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -50,6 +50,16 @@ def unseen_by_other_threads() -> Iterator[None]:
         yield
 
 
+def keep_device_guard() -> None:
+    """Let the device guard of fake tensors be of this thread, which goes on after a trace.
+
+    With torch 2.11 for CUDA, on a machine without a device, it ends with the thread that made the
+    first fake tensor, and the next fake tensor ends the process.
+    """
+    if not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def _remember_functions() -> None:
     """Let Dynamo make its table of torch's functions before some of them are replaced."""
     with preserve_cache_variables():

@@ -29,7 +29,7 @@ LET_THROUGH = {"registry_of_copies"}
 """What conditions alone do not find."""
 SAMPLE = (
     *("arguments_of_the_program", "order_of_bases", "printing_of_torch"),
-    *("cache_of_autocast", "file_read_by_a_constant", "registered_with_a_subclass"),
+    *("cache_of_autocast", "class_item_that_reads_the_class", "registered_with_a_subclass"),
 )
 REFUSED = (
     *("instance_check_that_reads_the_object", "subclass_hook_that_reads_the_class"),
