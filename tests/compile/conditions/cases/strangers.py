@@ -244,9 +244,6 @@ CASES = {
     # functions and modules of Python
     "constants_of_code": of_result("def f(): return <<2.0|3.0>>\n", "x * f.__code__.co_consts[1]"),
     "number_of_arguments": of_result("def f(a<<|, b>>): pass\n", "x * f.__code__.co_argcount"),
-    "module_of_a_function": of_result(
-        "def f(): pass\nf.__module__ = '<<a|bb>>'\n", "x * len(f.__module__)"
-    ),
     "presence_of_a_closure": of_result(
         "def make(g):\n    def f(): return g\n    return f\ndef plain(): return 1\nF1 = <<plain|make(2)>>\n",
         "x * 2 if F1.__closure__ is None else x",
