@@ -7,6 +7,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = 2 * bool(item.get_closest_marker("slow")) + bool(item.get_closest_marker("compile"))
         cost[item.path] = max(cost.get(item.path, 0), own)
     items.sort(key=lambda item: -cost[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `needs_torch` where torch is older, before any of their fixtures."""
+    for mark in item.iter_markers("needs_torch"):
+        needed, reason = mark.args
+        if version("torch") < needed:
+            pytest.skip(f"{reason}: NOT tested with torch {version('torch')}")
 
 
 @pytest.fixture(scope="session")

@@ -135,6 +135,14 @@ def first_hundred(m, x):
     return m.linear(x)[:100]
 
 
+def six_rows(m, x):
+    return m.linear(x)[3:9]
+
+
+def all_but_five(m, x):
+    return m.linear(x)[:-5]
+
+
 def scaled_by_size(m, x):
     return m.linear(x) * x.shape[0]
 
@@ -218,6 +226,8 @@ SOUND = [
     first_half,
     at_most_four,
     first_hundred,
+    six_rows,
+    all_but_five,
     scaled_by_size,
     positions,
     doubled,

@@ -124,6 +124,9 @@ class Convolution(torch.nn.Module):
         return (second * mixed).transpose(-1, -2).contiguous()[0] + x
 
 
+@pytest.mark.needs_torch(
+    "2.12", "torch 2.11 cannot trace a convolution with unbacked sizes and pads without a try"
+)
 def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled, monkeypatch):
     """Inductor cannot lay out this convolution if it may not compare its length."""
     seen = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,12 @@ from torch._inductor.utils import run_and_get_code
 
 from piecegraph.compile.backends import inductor
 from piecegraph.compile.ir.config import DynamicShapes
-from piecegraph.errors import GuardUnproved
+from piecegraph.errors import GuardUnproved, PieceFailed
 from piecegraph.events import Events
+from piecegraph.torch_compat.repairs import inductor_fixes
 
 from .models import MIX, SIZES, Body, Function, Stack, X
-from .size_models import SOUND
+from .size_models import SOUND, all_but_five, six_rows
 
 pytestmark = [
     pytest.mark.compile,
@@ -113,6 +116,20 @@ def test_sound_model_is_not_refused_for_what_inductor_guards_on(compiled, body):
         torch.testing.assert_close(made(x), model(x).detach())
 
 
+@pytest.mark.parametrize("body", [six_rows, all_but_five], ids=lambda body: body.__name__)
+def test_slices_of_any_size_are_lowered(compiled, body, monkeypatch):
+    """Slices that may begin or end past the last row; torch 2.11 needs `slices_of_any_size`."""
+    model = Body(body)
+    made = compiled(model, inputs=X, compiler="inductor")
+    for size in (1, 2, 3, 5, 7, 64):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x).detach())
+    if torch.__version__ < "2.12":
+        monkeypatch.setattr(inductor_fixes, "slices_of_any_size", contextlib.nullcontext)
+        with pytest.raises(PieceFailed, match="unbacked_bindings"):
+            compiled(model, inputs=X, compiler="inductor", max_num_tokens=100)
+
+
 class Ranked(nn.Module):
     """Inductor sorts with 16-bit indices below 32767 rows, and guards on that."""
 
@@ -120,6 +137,9 @@ class Ranked(nn.Module):
         return x.sort(0).indices
 
 
+@pytest.mark.needs_torch(
+    "2.12", "Inductor 2.11 does not guard: its sort has 16-bit indices for known sizes only"
+)
 def test_guard_of_the_compiler_is_proved_or_refused(compiled):
     settings = {
         "inputs": X,

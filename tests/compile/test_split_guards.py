@@ -116,12 +116,18 @@ def test_pieces_are_compiled_without_what_one_trace_knows_of_its_sizes(tmp_path,
     assert known == []
 
 
+LIMITS = pytest.mark.needs_torch(
+    "2.12", "unbacked sizes of torch 2.11 have no limits: one interval more, or GuardUnproved"
+)
+
+
 def asks_the_layout(m, x):
     """Only with unbacked sizes torch does not ask whether there is one token."""
     y = m.linear(heads(m, x).reshape(-1, 8))
     return y * 2 if x.shape[0] <= 8 else y
 
 
+@LIMITS
 @pytest.mark.parametrize("shapes", list(DynamicShapes))
 def test_a_trace_may_need_unbacked_sizes(compiled, shapes):
     model = Body(asks_the_layout)
@@ -263,7 +269,12 @@ def test_inputs_are_passed_in_the_order_of_each_trace(compiled):
 @pytest.mark.parametrize(
     ("model", "inputs", "said"),
     [
-        (TwoInputs(both=False), TWO, "1 to 8 tokens has other inputs: 'y' is read by these sizes"),
+        pytest.param(
+            TwoInputs(both=False),
+            TWO,
+            "1 to 8 tokens has other inputs: 'y' is read by these sizes",
+            marks=LIMITS,
+        ),
         (
             Body(lambda m, x: x[:, :4] + 1 if x.shape[0] <= 8 else x * 2),
             X,

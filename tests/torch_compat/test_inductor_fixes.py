@@ -148,3 +148,15 @@ def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loade
         assert triton_bundler.TritonBundler.load_autotuners(kernels("lost")) == []
         assert triton_bundler.TritonBundler.load_autotuners(None) == []
     assert triton_bundler.TritonBundler.load_autotuners == load
+
+
+@pytest.mark.compile
+def test_slices_of_any_size() -> None:
+    """A lowering that is active only inside; `test_slices_of_any_size_are_lowered` compiles."""
+    from torch._inductor import lowering
+
+    op = torch.ops.aten.slice.Tensor
+    before = lowering.lowerings[op]
+    with inductor_fixes.slices_of_any_size():
+        assert (lowering.lowerings[op] is not before) == (torch.__version__ < "2.12")
+    assert lowering.lowerings[op] is before

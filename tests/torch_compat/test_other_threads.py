@@ -9,9 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
-from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
+from piecegraph.torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 
 
 class Midway:
@@ -119,3 +120,18 @@ def test_settings_of_another_thread_stay(
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ended() -> None:
+    keep_device_guard()
+    shapes: list[torch.Size] = []
+
+    def trace() -> None:
+        with FakeTensorMode() as mode:
+            shapes.append((mode.from_tensor(torch.ones(3)) * 2).shape)
+
+    for _ in range(2):
+        thread = threading.Thread(target=trace)
+        thread.start()
+        thread.join()
+    assert shapes == [(3,), (3,)]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 
 from ..basics.ops import mutated_arguments
@@ -23,7 +24,7 @@ from ..basics.tensors import tree_leaves
 @contextmanager
 def repaired_lowering() -> Iterator[None]:
     """Lower graphs with all repairs that change how operators are lowered."""
-    with compiler_lock(), reads_before_mutations(), unshared_cat_parts():
+    with compiler_lock(), reads_before_mutations(), unshared_cat_parts(), slices_of_any_size():
         yield
 
 
@@ -77,6 +78,44 @@ def unshared_cat_parts() -> Iterator[None]:
 
     with replaced(concatenations, "create", classmethod(create)):
         yield
+
+
+@contextmanager
+def slices_of_any_size() -> Iterator[None]:
+    """Lower slices that may begin or end past the last row.
+
+    Upstream: `slice_` cannot lower them if their size follows from that of the tensor, which it
+    does in our traces. Affected: torch 2.11. Remove with that version.
+    """
+    from torch._inductor import lowering
+
+    op: Any = torch.ops.aten.slice.Tensor
+    original = lowering.lowerings[op]
+
+    def slice_(x: Any, dim: int = 0, start: Any = 0, end: Any = None, step: Any = 1) -> Any:
+        size = x.get_size()[dim]
+        known = lowering.V.graph.sizevars.guard_or_false
+
+        def row(index: Any) -> Any:
+            if known(sympy.Lt(index, 0)):
+                return sympy.Max(index + size, 0)
+            return sympy.Min(index, size) if known(sympy.Ge(index, 0)) else None
+
+        first = row(sympy.sympify(start or 0))
+        last = size if end is None else row(sympy.sympify(end))
+        own_size = "unbacked_bindings" in lowering.V.graph.current_node.meta
+        if own_size or first is None or last is None:
+            return original(x, dim, start, end, step)
+        # a difference: sympy does not evaluate nested Min and Max
+        last = last if known(sympy.Ge(last, first)) else first + sympy.Max(last - first, 0)
+        return original(x, dim, first, last, step, clamp=False)
+
+    added = {op: slice_} if torch.__version__ < "2.12" else {}
+    lowering.lowerings.update(added)
+    try:
+        yield
+    finally:
+        lowering.lowerings[op] = original
 
 
 def is_mutated(node: torch.fx.Node) -> bool:

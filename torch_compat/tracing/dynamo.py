@@ -74,13 +74,52 @@ class StateChange:
 @contextmanager
 def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
     """Set how torch decides conditions on sizes, while tracing and compiling."""
+    from torch._subclasses import fake_impls
     from torch.fx.experimental import _config
 
     shapes_config: Any = _config
 
     oblivious = dynamic_shapes == "backed_size_oblivious"
-    with compiler_lock(), torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
+    kernels: dict[Any, Any] = dict(fake_impls.op_implementations_dict)
+    if torch.__version__ < "2.12":  # which gives a slice that may end past the last row a new size
+        kernels[torch.ops.aten.slice.Tensor] = partial(_sliced, fake_impls)
+    with (
+        compiler_lock(),
+        torch.no_grad(),
+        shapes_config.patch(backed_size_oblivious=oblivious),
+        replaced(fake_impls, "op_implementations_dict", kernels),
+    ):
         yield
+
+
+def _sliced(
+    torchs: Any,
+    mode: Any,
+    op: Any,
+    x: Any,
+    dim: int = 0,
+    start: Any = None,
+    end: Any = None,
+    step: Any = 1,
+) -> Any:
+    """A slice as in later versions of torch: its size follows from the size of `x`."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    def row(index: Any) -> Any:
+        if (known := torchs._compute_slice_index(x.size(dim), index)) is not None:
+            return known
+        if guard_or_false(index >= 0):
+            return torch.sym_min(index, x.size(dim))
+        return torch.sym_max(index + x.size(dim), 0) if guard_or_false(index < 0) else None
+
+    first = row(0 if start is None else start)
+    last = x.size(dim) if end is None else row(end)
+    if first is None or last is None:
+        return torchs.slice_forward(mode, op, x, dim, start, end, step)
+    rows = last - first if guard_or_false(last >= first) else torch.sym_max(last - first, 0)
+    sizes, strides = list(x.size()), list(x.stride())
+    sizes[dim], strides[dim] = (rows + step - 1) // step, strides[dim] * step
+    return x.as_strided(sizes, strides, x.storage_offset() + first * x.stride(dim))
 
 
 @contextmanager

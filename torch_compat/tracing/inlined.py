@@ -407,11 +407,15 @@ def _probe(raised: BaseException, where: str | None) -> GuardFact | None:
         frames.insert(0, trace.tb_frame.f_locals)
         trace = trace.tb_next
     for names in frames:
-        source = getattr(names.get("self"), "source", None)
+        variable, name = names.get("self"), names.get("name")
+        if hasattr(variable, "objvar") and isinstance(names.get("attr_name"), str):
+            # torch 2.11: `super().__getattribute__` looks for it in the object
+            variable, name = variable.objvar, names["attr_name"]
+        source = getattr(variable, "source", None)
         if source is None:
             continue
-        if isinstance(names.get("name"), str) and "AttributeError" in type(raised).__name__:
-            return GuardFact(str(source.name), "HASATTR", names["name"], where)
+        if isinstance(name, str) and "AttributeError" in type(raised).__name__:
+            return GuardFact(str(source.name), "HASATTR", name, where)
         key = _constants([names[n] for n in ("arg", "key") if n in names])
         if key and "KeyError" in type(raised).__name__:
             return GuardFact(str(source.name), "DICT_CONTAINS", key[0], where)
