@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,9 +101,13 @@ def test_random_numbers_are_not_drawn_again(
     torch.manual_seed(0)
     expected = torch.rand(8)
     torch.manual_seed(0)
+    numbers = random.Random(0)
+    random.seed(0)
     with midway.of(trace):
         first = torch.rand(4)
+        assert random.random() == numbers.random()
     assert torch.equal(torch.cat([first, torch.rand(4)]), expected)
+    assert random.random() == numbers.random()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

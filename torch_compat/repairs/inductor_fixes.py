@@ -88,26 +88,28 @@ def slices_of_any_size() -> Iterator[None]:
     does in our traces. Affected: torch 2.11. Remove with that version.
     """
     from torch._inductor import lowering
+    from torch._inductor.virtualized import V
 
+    numbers: Any = sympy
     op: Any = torch.ops.aten.slice.Tensor
     original = lowering.lowerings[op]
 
     def slice_(x: Any, dim: int = 0, start: Any = 0, end: Any = None, step: Any = 1) -> Any:
         size = x.get_size()[dim]
-        known = lowering.V.graph.sizevars.guard_or_false
+        known: Any = V.graph.sizevars.guard_or_false
 
         def row(index: Any) -> Any:
-            if known(sympy.Lt(index, 0)):
-                return sympy.Max(index + size, 0)
-            return sympy.Min(index, size) if known(sympy.Ge(index, 0)) else None
+            if known(numbers.Lt(index, 0)):
+                return numbers.Max(index + size, 0)
+            return numbers.Min(index, size) if known(numbers.Ge(index, 0)) else None
 
-        first = row(sympy.sympify(start or 0))
-        last = size if end is None else row(sympy.sympify(end))
-        own_size = "unbacked_bindings" in lowering.V.graph.current_node.meta
+        first = row(numbers.sympify(start or 0))
+        last = size if end is None else row(numbers.sympify(end))
+        own_size = "unbacked_bindings" in V.graph.current_node.meta
         if own_size or first is None or last is None:
             return original(x, dim, start, end, step)
         # a difference: sympy does not evaluate nested Min and Max
-        last = last if known(sympy.Ge(last, first)) else first + sympy.Max(last - first, 0)
+        last = last if known(numbers.Ge(last, first)) else first + numbers.Max(last - first, 0)
         return original(x, dim, first, last, step, clamp=False)
 
     added = {op: slice_} if torch.__version__ < "2.12" else {}

@@ -105,18 +105,20 @@ def _sliced(
     """A slice as in later versions of torch: its size follows from the size of `x`."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+    symbolic: Any = torch
+
     def row(index: Any) -> Any:
         if (known := torchs._compute_slice_index(x.size(dim), index)) is not None:
             return known
         if guard_or_false(index >= 0):
-            return torch.sym_min(index, x.size(dim))
-        return torch.sym_max(index + x.size(dim), 0) if guard_or_false(index < 0) else None
+            return symbolic.sym_min(index, x.size(dim))
+        return symbolic.sym_max(index + x.size(dim), 0) if guard_or_false(index < 0) else None
 
     first = row(0 if start is None else start)
     last = x.size(dim) if end is None else row(end)
     if first is None or last is None:
         return torchs.slice_forward(mode, op, x, dim, start, end, step)
-    rows = last - first if guard_or_false(last >= first) else torch.sym_max(last - first, 0)
+    rows = last - first if guard_or_false(last >= first) else symbolic.sym_max(last - first, 0)
     sizes, strides = list(x.size()), list(x.stride())
     sizes[dim], strides[dim] = (rows + step - 1) // step, strides[dim] * step
     return x.as_strided(sizes, strides, x.storage_offset() + first * x.stride(dim))

@@ -407,7 +407,8 @@ def _probe(raised: BaseException, where: str | None) -> GuardFact | None:
         frames.insert(0, trace.tb_frame.f_locals)
         trace = trace.tb_next
     for names in frames:
-        variable, name = names.get("self"), names.get("name")
+        variable: Any = names.get("self")
+        name = names.get("name")
         if hasattr(variable, "objvar") and isinstance(names.get("attr_name"), str):
             # torch 2.11: `super().__getattribute__` looks for it in the object
             variable, name = variable.objvar, names["attr_name"]

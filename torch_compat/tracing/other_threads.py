@@ -5,6 +5,7 @@ A model may be traced in one thread while others serve it, or build another mode
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,7 @@ def unseen_by_other_threads() -> Iterator[None]:
     with ExitStack() as stack:
         _remember_functions()
         for owner, name in (
+            (random, "setstate"),  # torch 2.11
             (torch.random, "set_rng_state"),
             (torch.cuda, "set_rng_state"),
             (torch, "set_default_dtype"),

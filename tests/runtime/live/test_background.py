@@ -42,13 +42,9 @@ def facts(served: LiveServed) -> dict[str, Any]:
 
 
 def serve_until_over(served: LiveServed) -> None:
-    """Random steps until compiled code serves, or the model stays uncompiled.
-
-    Ranks take the same steps: a compiler draws from the numbers of its process.
-    """
-    numbers = random.Random(0)
+    """Random steps until compiled code serves, or the model stays uncompiled."""
     while facts(served)["state"] == "compiling":
-        served.step(*numbers.choice(LENGTHS))
+        served.step(*random.choice(LENGTHS))
         time.sleep(0.003)  # requests that arrive one by one leave time for the thread
 
 
