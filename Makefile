@@ -20,7 +20,8 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j2 lint unit
 
 # A file's tests run in one process, which its fixtures rely on. Files start in the order of tests/conftest.py.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Three on two cores, since many tests wait for other processes.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 
 unit: $(VENV)/.dev

@@ -93,6 +93,7 @@ def test_a_machine_without_a_compiler_serves_uncompiled(
     assert outcome["error_of_results"] == 0
 
 
+@pytest.mark.heavy
 def test_a_start_that_serves_builds_libraries_for_the_next_one(
     start_once: StartOnce, tmp_path: Path
 ) -> None:
