@@ -124,7 +124,8 @@ def test_slices_of_any_size_are_lowered(compiled, body, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(inductor_fixes, "slices_of_any_size", contextlib.nullcontext)
             with pytest.raises(PieceFailed, match="unbacked_bindings"):
-                compiled(model, inputs=X, compiler="inductor")
+                # more tokens than an artifact of another test serves
+                compiled(model, inputs=X, compiler="inductor", max_num_tokens=4096)
     made = compiled(model, inputs=X, compiler="inductor")
     for size in (1, 2, 3, 5, 7, 64):
         x = torch.randn(size, 8)
