@@ -103,7 +103,8 @@ def frozen_heap() -> Iterator[None]:
 def no_trace_of_another_file() -> Iterator[None]:
     """A closed model's thread traces on to its next checkpoint, beside the tests that follow.
 
-    Python 3.11.7 parses in one thread at a time only: `ast.parse` raises SystemError in both.
+    In CPython 3.11.7 `ast.parse` raises SystemError if another thread parses while a callback of
+    the garbage collector interrupts it. Hypothesis has such a callback.
     """
     yield
     beside = ("piecegraph-verification", "piecegraph-background", "piecegraph-libraries")

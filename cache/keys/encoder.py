@@ -280,6 +280,7 @@ def package_of(value: Any) -> str:
 
 
 def package_named(module: Any) -> str:
+    """`package_of` for what is in the module of this name."""
     package = str(module or "").partition(".")[0]
     if package in sys.stdlib_module_names:
         file = getattr(sys.modules.get(package), "__file__", None)

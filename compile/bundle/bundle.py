@@ -69,7 +69,7 @@ def store_bundle(
         for name, content in artifact.items()
     }
     key = _free_key(request.cache, request.model, key, meta)
-    blobs[PLAN] = plan.model_dump_json().encode()
+    blobs[PLAN] = _stored_plan(plan)
     request.cache.publish("bundle", key, meta, blobs)
     return True
 
@@ -132,9 +132,14 @@ def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str,
     return free[0] if free else candidates[replaced]
 
 
+def _stored_plan(plan: Plan) -> bytes:
+    """A plan as a bundle has it. A loaded plan gives the same bytes, by which it is found."""
+    return plan.model_dump_json().encode()
+
+
 def put_aside(cache: Cache, plan: Plan, reason: str) -> bool:
     """Put the bundles of a plan with their code out of service; whether there was one."""
-    digest = hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+    digest = hashlib.sha256(_stored_plan(plan)).hexdigest()
     bundles = [each for each in cache.stored("bundle") if each.blobs[PLAN].sha256 == digest]
     blobs = (item for bundle in bundles for item in bundle.blobs.items())
     code = [ref.sha256 for name, ref in blobs if name.partition(".")[2] in (CODE, LIBRARY)]

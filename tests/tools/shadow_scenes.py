@@ -153,7 +153,7 @@ def frozen_number(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
 
 
 def moved_table(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """The engine allocates its block table anew before the fifth step, as one that grows."""
+    """The engine allocates a new block table before the fifth step, as one that grows."""
     right, steps = metadata.MetadataBuffers.fill, count(1)
 
     def fill(self: Any, *given: Any) -> Any:

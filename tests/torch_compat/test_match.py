@@ -14,7 +14,7 @@ from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 pytestmark = [
     pytest.mark.compile,
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot move the place of a guard"),
+    pytest.mark.needs_torch("2.13", "torch cannot move the place of a guard"),
 ]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 pytestmark = [
     pytest.mark.compile,
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="no layer is copied"),
+    pytest.mark.needs_torch("2.13", "no layer is copied"),
 ]
 
 NUM_LAYERS = 12

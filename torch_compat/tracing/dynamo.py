@@ -74,21 +74,31 @@ class StateChange:
 @contextmanager
 def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
     """Set how torch decides conditions on sizes, while tracing and compiling."""
-    from torch._subclasses import fake_impls
     from torch.fx.experimental import _config
 
     shapes_config: Any = _config
 
     oblivious = dynamic_shapes == "backed_size_oblivious"
-    kernels: dict[Any, Any] = dict(fake_impls.op_implementations_dict)
-    if torch.__version__ < "2.12":  # which gives a slice that may end past the last row a new size
-        kernels[torch.ops.aten.slice.Tensor] = partial(_sliced, fake_impls)
     with (
         compiler_lock(),
         torch.no_grad(),
         shapes_config.patch(backed_size_oblivious=oblivious),
-        replaced(fake_impls, "op_implementations_dict", kernels),
+        _slices_of_derived_size(),
     ):
+        yield
+
+
+@contextmanager
+def _slices_of_derived_size() -> Iterator[None]:
+    """Torch 2.11 gives a slice that may end past the last row a size of its own."""
+    if torch.__version__ >= "2.12":
+        yield
+        return
+    from torch._subclasses import fake_impls
+
+    kernels: dict[Any, Any] = dict(fake_impls.op_implementations_dict)
+    kernels[torch.ops.aten.slice.Tensor] = partial(_sliced, fake_impls)
+    with replaced(fake_impls, "op_implementations_dict", kernels):
         yield
 
 

@@ -52,6 +52,15 @@ def write(cases: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copytree(folder / "first", folder / "moved")
 
 
+def start_one(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *starts: tuple[str, str]
+) -> list[dict[str, Any]]:
+    """The outcomes of starts of one case here, each `(bundle, variant)`, on one cache."""
+    use_text_compiler(monkeypatch)
+    write({name: ADVERSARY[name]}, folder, monkeypatch)
+    return [run(name, bundle, folder / variant, folder / "cache") for bundle, variant in starts]
+
+
 def expect_none_stale(cold: Outcomes, changed: Outcomes) -> None:
     assert not [name for name in cold if "error" in cold[name] or "error" in changed[name]]
     assert not [name for name in cold if not (cold[name]["right"] and changed[name]["right"])]
@@ -104,11 +113,8 @@ def test_nothing_is_stale_after_verification(
 def test_conditions_refuse_at_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_text_compiler(monkeypatch)
-    write({name: ADVERSARY[name]}, tmp_path, monkeypatch)
-    cold, changed, control = (
-        run(name, bundle, tmp_path / folder, tmp_path / "cache")
-        for bundle, folder in (("use", "first"), ("force", "second"), ("force", "moved"))
+    cold, changed, control = start_one(
+        name, tmp_path, monkeypatch, ("use", "first"), ("force", "second"), ("force", "moved")
     )
     assert (cold["right"], changed["right"], control["right"]) == (True, True, True)
     assert (changed["hit"], control["hit"]) == (False, name not in NOT_CACHEABLE)
@@ -120,12 +126,14 @@ def test_conditions_refuse_at_once(
 def test_a_trace_finds_what_no_condition_refuses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_text_compiler(monkeypatch)
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
-    write({name: ADVERSARY[name]}, tmp_path, monkeypatch)
-    outcomes = [
-        run(name, bundle, tmp_path / folder, tmp_path / "cache")
-        for bundle, folder in (("use", "first"), ("before", "second"), ("background", "second"))
-    ]
+    outcomes = start_one(
+        name,
+        tmp_path,
+        monkeypatch,
+        ("use", "first"),
+        ("before", "second"),
+        ("background", "second"),
+    )
     expect_none_stale({name: outcomes[0]}, {name: outcomes[1]})
     assert [outcome.get("verified") for outcome in outcomes] == [None, False, False]

@@ -60,7 +60,7 @@ def test_equal_layers_are_traced_once() -> None:
     assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="layers are not copied")
+@pytest.mark.needs_torch("2.13", "layers are not copied")
 def test_a_layer_that_compares_a_size_with_its_number_is_copied() -> None:
     assert expect_equal_traces(MODELS["a limit of sizes"]()) == COUNT - 2
 

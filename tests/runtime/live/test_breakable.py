@@ -291,7 +291,7 @@ def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(
 
 
 class Stateful(nn.Module):
-    """Writes buffers in place, assigns them anew, and keeps what it makes when it is first run."""
+    """Writes buffers in place, assigns new ones, and keeps what it makes when it is first run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def test_the_cache_directory_is_removed_meanwhile(
     before_code(lambda: shutil.rmtree(tmp_path / "cache", ignore_errors=True))
     served = serve_cold()
     serve_until_over(served)
-    assert state(served) == "failed"  # it may be a disk that was unmounted: nothing is made anew
+    assert state(served) == "failed"  # it may be a disk that was unmounted: nothing is made again
     (failure,) = served.prepared.report()["background"]["failures"]
     assert "No such file" in failure["reason"]
 
