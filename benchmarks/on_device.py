@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import piecegraph as pg
-from piecegraph.runtime.records import CaptureFailure
+from piecegraph.runtime.core.records import CaptureFailure
 
 from .timing import LIBRARY
 

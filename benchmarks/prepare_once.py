@@ -129,7 +129,7 @@ def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], di
     import torch
 
     from piecegraph import Batch, ForwardContext, forward_context, prepare
-    from piecegraph.runtime.records import BackgroundPhase
+    from piecegraph.runtime.core.records import BackgroundPhase
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     layers, metadata, tokens = _step_of(model)

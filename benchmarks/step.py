@@ -20,7 +20,7 @@ import torch
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
 from piecegraph.runtime.backends.protocol import Memory
-from piecegraph.runtime.backends.work_queue import QueuePoint
+from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.torch_compat.basics.tensors import form_test
 
 from .piece_wrapper import wrapped_step

@@ -8,10 +8,10 @@ from ..compile.ir.compilation import ExampleArguments
 from ..compile.pipeline import gc_paused
 from ..config import Config
 from ..events import Events
-from .after_seal import allow_compilation
-from .records import Records
-from .request import compile_request
-from .switches import resolve_config
+from .core.records import Records
+from .parts.seal.monitor import allow_compilation
+from .setup.request import compile_request
+from .setup.switches import resolve_config
 
 
 def compile_ahead(

@@ -15,9 +15,9 @@ from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
 from ..config import Config
-from .records import Records
-from .request import compile_request
-from .switches import resolve_config
+from .core.records import Records
+from .setup.request import compile_request
+from .setup.switches import resolve_config
 
 SHOWN = 10
 """How many differences from one entry the text names."""

@@ -20,20 +20,20 @@ from ..config import BundleUse, Config
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled
-from .after_seal import allow_compilation
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
-from .background import Background
-from .code_in_service import Source
-from .model_policy import find_bucket_holes, model_policy
-from .policy import dispatch_plan, resolve_graph_mode
+from .core.records import Records
+from .core.report import mode_reasons
+from .parts.ranks.ranks import Ranks
+from .parts.seal.monitor import allow_compilation
+from .parts.starts.background import Background
+from .parts.starts.code_in_service import Source
+from .parts.starts.verification import Verification, stale
 from .prepared_model import PreparedModel
-from .ranks import Ranks
-from .records import Records
-from .report import mode_reasons
-from .request import compile_request
-from .switches import resolve_config
-from .verification import Verification, stale
+from .setup.model_policy import find_bucket_holes, model_policy
+from .setup.policy import dispatch_plan, resolve_graph_mode
+from .setup.request import compile_request
+from .setup.switches import resolve_config
 
 
 def prepare(

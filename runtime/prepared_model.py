@@ -16,27 +16,27 @@ from ..config import Config, Shadow
 from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
-from .after_seal import Monitor
 from .backends.protocol import Event, GraphBackend
-from .bundle_failures import note_failure
-from .code_in_service import CodeInService, Source
-from .graphs.dummy_batch import MetadataFor
-from .graphs.graphs import Graphs
-from .graphs.ledger import MemoryLedger, MemoryPlan, plan_memory
-from .graphs.recording import Recording
-from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
-from .open_cache import cache_root
-from .policy import Policy
-from .ranks import Ranks, single_rank, start_facts
-from .records import CaptureRecord, Records
-from .report import build_report, verified
-from .shadow import Cause, ShadowSteps, Stopped
-from .shadow import Keep as MetadataOf
-from .steps.forward_context import ForwardContext
-from .steps.profiler_ranges import StepRanges
-from .steps.step_log import LoggedStep, StepLog, StepObserver
-from .steps.steps import Steps
-from .steps.usage import Usage
+from .capture.dummy_batch import MetadataFor
+from .capture.graphs import Graphs
+from .capture.recording import Recording
+from .core.records import CaptureRecord, Records
+from .core.report import build_report, verified
+from .core.steps import Steps
+from .core.usage import Usage
+from .forward_context import ForwardContext
+from .parts.log.profiler_ranges import StepRanges
+from .parts.log.step_log import LoggedStep, StepLog, StepObserver
+from .parts.proof.shadow import Cause, ShadowSteps, Stopped
+from .parts.proof.shadow import Keep as MetadataOf
+from .parts.ranks.ranks import Ranks, single_rank, start_facts
+from .parts.seal.monitor import Monitor
+from .parts.starts.bundle_failures import note_failure
+from .parts.starts.code_in_service import CodeInService, Source
+from .parts.strategies.ledger import MemoryLedger, MemoryPlan, plan_memory
+from .parts.strategies.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
+from .setup.open_cache import cache_root
+from .setup.policy import Policy
 
 
 class PreparedModel:

@@ -41,8 +41,8 @@ from ..events import Events
 from ..torch_compat.basics.symbolic import size_range
 from ..torch_compat.basics.tensors import storage_id
 from ..torch_compat.tracing.dynamo import current_shape_env, registered_backend, registered_backends
-from .open_cache import open_cache
-from .switches import resolve_config
+from .setup.open_cache import open_cache
+from .setup.switches import resolve_config
 
 OPTIONS = (
     "splitting_ops", "compiler", "codegen.inductor_options", "codegen.passes", "codegen.dump_dir",

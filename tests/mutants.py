@@ -22,16 +22,17 @@ SHARED = f"{LIVE}/test_shared_memory.py"
 STATIC, RECORDER = "tests/runtime/test_static_inputs.py", "tests/runtime/test_recorder.py"
 POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
-CAPTURE, STEP, BACKENDS = "runtime/graphs", "runtime/steps", "runtime/backends"
+CAPTURE, CORE, REPLAY = "runtime/capture", "runtime/core", "runtime/backends/replay"
+CHECKS, STRATEGY, STARTS = (f"runtime/parts/{n}" for n in ("checks", "strategies", "starts"))
 GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
-CODE, STEPS = f"{STEP}/code.py", f"{STEP}/steps.py"
+CODE, STEPS = f"{CORE}/code.py", f"{CORE}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
-ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
+ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
-CAPTURER, MODEL = "runtime/graphs/capturer.py", "runtime/prepared_model.py"
-LIMITED, SERVICE = "runtime/graphs/memory_limit.py", "runtime/code_in_service.py"
-QUEUED, DELAYED = f"{BACKENDS}/work_queue.py", "tests/runtime/test_delayed_work.py"
-DELAYED_STEP, DELAYED_GRAPH = f"{STEP}/delayed.py", f"{CAPTURE}/delayed_graph.py"
+CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
+LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
+QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
+DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -44,13 +45,13 @@ MUTANTS = [
     (QUEUED, "if is_composite(func):", "if False:", f"{DELAYED} -k is_read"),
     (QUEUED, "any(self._awaits(self._state, each) for each in sources)", "False",
      f"{DELAYED} -k is_read"),
-    (f"{BACKENDS}/replay.py", "self._backend.released(self._made)", "pass",
+    (f"{REPLAY}/backend.py", "self._backend.released(self._made)", "pass",
      f"{DELAYED} -k graphs_change"),
     (DELAYED_GRAPH, "step.put(graph.run,", "step.put(graph.replay,", f"{DELAYED} -k graphs_change"),
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
-    ("runtime/steps/steps.py", "if without_graph or each.written or each.label in owned", "",
+    ("runtime/core/steps.py", "if without_graph or each.written or each.label in owned", "",
      f"{DELAYED} -k in_place"),
     (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
     (DELAYED_GRAPH, "        copied()\n", "", f"{DELAYED} -k after_the_copies"),
@@ -129,11 +130,11 @@ MUTANTS = [
     (GRAPH, "if of_input:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
-    (f"{STEP}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
+    (f"{CORE}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
      "tests/runtime/test_addresses.py -k w15"),
-    (f"{STEP}/row_mixing.py", "if not (same and", "if False and not (same and",
+    ("runtime/parts/proof/row_mixing.py", "if not (same and", "if False and not (same and",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
     ("compile/ir/ops.py", "if not all(map(is_fake, written)):", "if False:",
      f"{LIVE}/test_breakable.py -k changes_nothing"),
@@ -141,13 +142,13 @@ MUTANTS = [
      f"{LIVE}/test_breakable.py -k never_reaches"),
     ("torch_compat/basics/tensors.py", "never_traced(handler, with_callees=True)", "pass",
      f"{LIVE}/test_regions.py -k handler"),
-    (f"{STEP}/step_reads.py", 'self._reads.value("layers", self._context.layers)',
+    (f"{CHECKS}/step_reads.py", 'self._reads.value("layers", self._context.layers)',
      "self._context.layers", f"{LIVE}/test_step_reads.py -k of_a_layer"),
-    (f"{STEP}/row_mixing.py", "and at not in unwritten", "and True",
+    ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
-    (f"{BACKENDS}/replay.py", "if self._options.poison_before_replay:", "if False:", POISON),
-    (f"{BACKENDS}/replay.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
-    (f"{BACKENDS}/replay.py", "if self._tape.host_read is not None:", "if False:",
+    (f"{REPLAY}/backend.py", "if self._options.poison_before_replay:", "if False:", POISON),
+    (f"{REPLAY}/backend.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
+    (f"{REPLAY}/backend.py", "if self._tape.host_read is not None:", "if False:",
      f"{FAITHFUL} -k swallows"),
     (f"{CAPTURE}/recorder.py", "opaque(self.in_context(fn), args)", "opaque(fn, args)",
      f"{FAITHFUL} -k failure_23"),
@@ -161,18 +162,18 @@ MUTANTS = [
      f"{LIFETIMES} -k failure_17"),
     (f"{CAPTURE}/session.py", "self._held.append(tensor)", "pass",
      f"{LIFETIMES} -k failure_17"),  # 16, 17
-    ("runtime/policy.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
+    ("runtime/setup/policy.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
     (CAPTURER, "(not self._eager and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
-    ("runtime/graphs/wanted.py",
+    (f"{STRATEGY}/wanted.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        if",
      "        if", f"{QUEUE} -k eager_queue"),
     (LIMITED, "if captured and self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
     (CAPTURER, "            self.captures.evict(graph_index)\n        with",
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
     (CAPTURER, "if estimate > budget.ms:", "if False:", f"{QUEUE} -k idle_milliseconds"),
-    ("runtime/ranks.py",
+    ("runtime/parts/ranks/ranks.py",
      'self._store.compare_set(self._key("lost"), "", json.dumps(late))', "json.dumps(late)",
      RANKS),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",

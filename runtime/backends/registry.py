@@ -21,7 +21,7 @@ def choose_backend(name: str, device: torch.device) -> GraphBackend:
     Raises `UnknownBackend`, or `BackendUnavailable` if the device it needs is missing.
     """
     if name == "replay":
-        from .replay import ReplayBackend
+        from .replay.backend import ReplayBackend
 
         return ReplayBackend()
     if name == "cuda":

@@ -17,7 +17,7 @@ from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
-from piecegraph.runtime.steps.binding import binder, packer
+from piecegraph.runtime.core.binding import binder, packer
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import nn
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import InputNotTraceable, ModelChanged, MovedTensor
-from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 
 from .models import Body, X
 from .starts import start, use_text_compiler

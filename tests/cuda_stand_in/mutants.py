@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies of inputs are done before they are queued",
-        "runtime/graphs/installed_graph.py",
+        "runtime/capture/installed_graph.py",
         "        load(tensors)\n        copied()\n",
         "        copied()\n        load(tensors)\n",
         f"{RUNTIME}/test_delayed_work.py",
@@ -115,21 +115,21 @@ MUTANTS = [
     ),
     Mutant(
         "probes keep their pool",
-        "runtime/graphs/forecast.py",
+        "runtime/parts/strategies/forecast.py",
         "backend.release_pool(pool)",
         "backend.prepare()",
         MEMORY,
     ),
     Mutant(
         "dummy batches leave cached memory",
-        "runtime/graphs/session.py",
+        "runtime/capture/session.py",
         "                backend.trim()\n",
         "                pass\n",
         MEMORY,
     ),
     Mutant(
         "tensors between segments are not held",
-        "runtime/graphs/recorder.py",
+        "runtime/capture/recorder.py",
         "                self._session.hold(tensor)\n",
         "",
         RUNTIME,
@@ -150,7 +150,7 @@ MUTANTS = [
     ),
     Mutant(
         "a captured graph is replayed in its capture",
-        "runtime/graphs/recorder.py",
+        "runtime/capture/recorder.py",
         "            self.segments.append(Segment(SegmentKind.GRAPH",
         "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
         CAPTURES,
@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan gives away the memory of other processes",
-        "runtime/graphs/ledger.py",
+        "runtime/parts/strategies/ledger.py",
         "other = unowned + sum(",
         "other = sum(",
         MEMORY,

@@ -16,9 +16,9 @@ import piecegraph as pg
 from piecegraph import Events
 from piecegraph.errors import BackendUnavailable, CaptureFailed, CaptureOutOfMemory
 from piecegraph.runtime.backends.cuda import CudaBackend
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.recording import Recording
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import capture_session
 
 from .conftest import EXPANDABLE, MAPPING, on_stand_in
 from .control import EXECUTABLE_NODE, LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn

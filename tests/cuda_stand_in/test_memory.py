@@ -12,9 +12,9 @@ import torch
 
 import piecegraph as pg
 from piecegraph.runtime.backends.cuda import CudaBackend
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
-from piecegraph.runtime.records import CaptureRecord
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.core.records import CaptureRecord
 
 from . import values
 from .conftest import EXPANDABLE, MAPPING

@@ -23,12 +23,12 @@ from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
-from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.recording import Recording
-from piecegraph.runtime.graphs.session import capture_session
-from piecegraph.runtime.policy import Policy, dispatch_plan
-from piecegraph.runtime.records import Records
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.setup.policy import Policy, dispatch_plan
 
 
 @dataclass

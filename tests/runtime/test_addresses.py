@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.steps.address_checks import Addresses
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.parts.checks.address_checks import Addresses
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed
-from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 
 
 @break_graph

@@ -11,8 +11,8 @@ import torch
 
 from piecegraph.errors import NoCaptureSession
 from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
 
 
 def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> None:

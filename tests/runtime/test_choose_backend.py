@@ -9,7 +9,7 @@ import torch
 
 from piecegraph.errors import BackendUnavailable, UnknownBackend
 from piecegraph.runtime.backends.registry import choose_backend
-from piecegraph.runtime.backends.replay import ReplayBackend
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_an_installed_package_registers_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "abacus_backend.py").write_text(
-        "from piecegraph.runtime.backends.replay import ReplayBackend\n"
+        "from piecegraph.runtime.backends.replay.backend import ReplayBackend\n"
         "def make(device):\n    return ReplayBackend(name='abacus')\n"
     )
     metadata = tmp_path / "abacus-1.0.dist-info"

@@ -8,7 +8,7 @@ import pytest
 
 from piecegraph import Config, GraphMode, RuntimeMode
 from piecegraph.errors import FullModeUnsupported, InvalidSetting
-from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
+from piecegraph.runtime.setup.policy import dispatch_plan, resolve_graph_mode
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 

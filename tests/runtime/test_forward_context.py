@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from piecegraph.errors import OutsideStep
-from piecegraph.runtime.steps.forward_context import (
+from piecegraph.runtime.forward_context import (
     ForwardContext,
     forward_context,
     get_forward_context,

@@ -15,10 +15,10 @@ from torch._dynamo.utils import clear_compilation_metrics
 from torch.testing import assert_close
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
 from piecegraph.torch_compat.basics.tensors import storage_id, unowned_alias, weak_storage
 
 from .conftest import found_by, strict_backend, tensors_alive

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import piecegraph as pg
 from piecegraph.compile.conditions.conditions import checked
 from piecegraph.errors import ModelChanged
-from piecegraph.runtime.steps import model_check
+from piecegraph.runtime.parts.checks import model_check
 
 pytestmark = pytest.mark.compile
 

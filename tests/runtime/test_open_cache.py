@@ -18,7 +18,7 @@ from piecegraph.cache.lock import Flight
 from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import SigningKey, trust_all, write_keys
 from piecegraph.errors import BundleMissing, KeysMissing, UntrustedDirectory
-from piecegraph.runtime.open_cache import open_cache
+from piecegraph.runtime.setup.open_cache import open_cache
 from piecegraph.tools.cache_image import export_image
 from piecegraph.tools.cache_import import import_image
 

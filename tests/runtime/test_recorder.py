@@ -18,10 +18,10 @@ from piecegraph.errors import (
     NoCaptureSession,
     RecordingReleased,
 )
-from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
-from piecegraph.runtime.steps.forward_context import (
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.forward_context import (
     ForwardContext,
     forward_context,
     get_forward_context,

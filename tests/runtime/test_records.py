@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Config, Events, PreparedModel, prepare
-from piecegraph.runtime.records import KEPT, CaptureRecord, Records
+from piecegraph.runtime.core.records import KEPT, CaptureRecord, Records
 
 
 class Doubling(nn.Module):

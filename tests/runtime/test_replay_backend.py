@@ -12,11 +12,11 @@ from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.backends.replay import ReplayBackend, TapeGraph
-from piecegraph.runtime.backends.tape import poison
-from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, TapeGraph
+from piecegraph.runtime.backends.replay.tape import poison
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
 
 
 def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:

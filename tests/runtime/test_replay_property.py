@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from piecegraph.events import Events
-from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
 
 SHAPE = (4, 6)
 State = list[Tensor]

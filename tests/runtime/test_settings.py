@@ -24,7 +24,7 @@ from piecegraph import (
     Variants,
 )
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
-from piecegraph.runtime.switches import resolve_config
+from piecegraph.runtime.setup.switches import resolve_config
 from piecegraph.settings import field_docstrings
 
 OBJECTS = (Tracing, Codegen, Sizes, Variants, Attention, Steps)

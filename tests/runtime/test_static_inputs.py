@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from piecegraph.config import Padding
 from piecegraph.errors import InputMismatch, MovedTensor, SizeOutOfRange
-from piecegraph.runtime.steps.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
+from piecegraph.runtime.core.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")
 IDS = StaticInputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.runtime import tracing_thread
-from piecegraph.runtime.tracing_thread import TracingThread
+from piecegraph.runtime.parts.starts import tracing_thread
+from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
 
 class Halfway:
@@ -113,7 +113,7 @@ def test_what_is_found_during_an_exchange_is_told_at_the_next(step: Halfway) -> 
 
 ENDS_MEANWHILE = """
 import sys, threading, torch
-from piecegraph.runtime.tracing_thread import TracingThread
+from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 torch.set_num_threads(1)
 begun = threading.Event()
 def work():
@@ -174,7 +174,7 @@ def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it() -> No
 TWO_TRACES = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from piecegraph.runtime.tracing_thread import TracingThread
+from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
 def work():
     with FakeTensorMode() as mode:

@@ -20,7 +20,7 @@ from piecegraph import (
     RuntimeMode,
     forward_context,
 )
-from piecegraph.runtime.backends.work_queue import QueuePoint
+from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.decoder_config import DecoderConfig
 from piecegraph.tools.engine.engine import Engine

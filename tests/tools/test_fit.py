@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from piecegraph import Config
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.policy import resolve_graph_mode
+from piecegraph.runtime.setup.policy import resolve_graph_mode
 from piecegraph.tools.sizes import fit
 from piecegraph.tools.sizes.fit import fit_sizes
 from piecegraph.tools.sizes.suggested import suggested_sizes

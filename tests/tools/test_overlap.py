@@ -11,7 +11,7 @@ from rich.console import Console
 
 from piecegraph import ReplayBackend, ReplayOptions, prepare
 from piecegraph.errors import InvalidSetting, RewrittenEarly
-from piecegraph.runtime.backends.work_queue import QueuePoint
+from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests

@@ -9,7 +9,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.steps.profiler_ranges import call_names, piece_names
+from piecegraph.runtime.parts.log.profiler_ranges import call_names, piece_names
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
 

@@ -9,7 +9,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.errors import InvalidSetting, SizeOutOfRange
-from piecegraph.runtime.steps.step_file import restore_state, write_steps
+from piecegraph.runtime.core.step_file import restore_state, write_steps
 from piecegraph.tools.steps import StepRecorder, load_steps, replay_step
 
 

@@ -22,7 +22,7 @@ from ... import ForwardContext, PreparedModel, forward_context
 from ...compile.guards.tolerance import FLOOR, differences
 from ...config import compile_config
 from ...runtime.backends.ownership import ALLOCATIONS
-from ...runtime.steps.binding import at
+from ...runtime.core.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
 from .observe import Ran, splitting_ops

@@ -12,7 +12,7 @@ from ... import Decision, PreparedModel, RuntimeMode
 from ...compile.guards.tolerance import excess
 from ...dispatch import NO_GRAPH
 from ...errors import DispatchError, InvalidSetting
-from ...runtime.steps.profiler_ranges import call_names
+from ...runtime.parts.log.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
 from .observe import Calls, Ran, copies, run_eagerly, splitting_ops

@@ -18,10 +18,10 @@ from torch import Tensor
 from ... import RuntimeMode
 from ...compile.ir.ops import written_by
 from ...runtime.backends.ownership import Ownership, user_line
-from ...runtime.backends.replay import TapeGraph
-from ...runtime.backends.tape import COPIES, Operation, Tape
-from ...runtime.graphs.breaks import recordable
-from ...runtime.graphs.recorder import ACTIVE
+from ...runtime.backends.replay.backend import TapeGraph
+from ...runtime.backends.replay.tape import COPIES, Operation, Tape
+from ...runtime.capture.breaks import recordable
+from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.ops import OpOverload, overload_name
 from ...torch_compat.basics.tensors import tree_leaves

@@ -385,7 +385,7 @@ def warm_command(
 
 def _refuse_unkept(options: RunOptions, config: Config) -> None:
     """Raise InvalidSetting, naming the option, for a start that would store nothing."""
-    from ...runtime.switches import resolve_config
+    from ...runtime.setup.switches import resolve_config
 
     config = resolve_config(config)
     off = ("--off", ", ".join(options.off)) if options.off else (OFF, read(OFF))

@@ -110,7 +110,7 @@ def _devices() -> Found:
 
 def _cache(options: RunOptions) -> Found:
     from ... import Events
-    from ...runtime.open_cache import open_cache
+    from ...runtime.setup.open_cache import open_cache
     from ..serve.run import library_config
     from .cache_entries import cache_directory, manifests
 

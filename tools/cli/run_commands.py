@@ -265,8 +265,8 @@ def decoder_case(
 
     The KV cache is empty, as at the first step, or has the rows that the file states.
     """
-    from ...runtime.steps.address_checks import tensors_by_path
-    from ...runtime.steps.step_file import restore_state
+    from ...runtime.core.step_file import restore_state
+    from ...runtime.parts.checks.address_checks import tensors_by_path
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
     from ..serve.run import library_config, start_service

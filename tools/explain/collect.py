@@ -9,7 +9,7 @@ from ... import Events, PreparedModel
 from ...compile.ir.ops import resolve_op
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.report_plan import split_graph as plan_steps
-from ...runtime.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
+from ...runtime.core.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
 from ...torch_compat.basics.ops import given_arguments
 from ..engine.serving_log import StepRecord
 from .advice import advise

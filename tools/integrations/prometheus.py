@@ -24,10 +24,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...runtime.after_seal import Kind
-from ...runtime.records import CaptureRecord, WrongStep
-from ...runtime.report import background_facts, verified
-from ...runtime.steps.step_log import BOUNDS, StepLog
+from ...runtime.core.records import CaptureRecord, WrongStep
+from ...runtime.core.report import background_facts, verified
+from ...runtime.parts.log.step_log import BOUNDS, StepLog
+from ...runtime.parts.seal.monitor import Kind
 
 if TYPE_CHECKING:
     from ... import PreparedModel

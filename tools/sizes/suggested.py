@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import PreparedModel
 from ...dispatch import DENSE_END, RuntimeMode
-from ...runtime.policy import capture_sizes
+from ...runtime.setup.policy import capture_sizes
 from .traffic import padding_waste, suggest_sizes
 
 

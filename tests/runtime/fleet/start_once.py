@@ -20,7 +20,7 @@ import torch
 from small_model import Small
 
 from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
-from piecegraph.runtime.ranks import Ranks
+from piecegraph.runtime.parts.ranks.ranks import Ranks
 
 SIZES = (1, 3, 17, 64)
 

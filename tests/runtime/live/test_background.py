@@ -30,8 +30,8 @@ from piecegraph.compile import ahead
 from piecegraph.compile.backends import registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
-from piecegraph.runtime.graphs.graph_set import GraphSet
-from piecegraph.runtime.records import BackgroundFailure, Switched
+from piecegraph.runtime.capture.graph_set import GraphSet
+from piecegraph.runtime.core.records import BackgroundFailure, Switched
 
 from .conftest import HIDDEN, LENGTHS, LiveServed, Model, Texts
 

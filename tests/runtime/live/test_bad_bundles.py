@@ -13,7 +13,7 @@ import torch
 from piecegraph import Events, PreparedModel
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache.inspection import manifests
-from piecegraph.runtime.records import BundleFailed
+from piecegraph.runtime.core.records import BundleFailed
 from piecegraph.tools.cache_verify import verify
 
 from .conftest import LiveServed, Texts

@@ -22,7 +22,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import AllCapturesFailed, MovedTensor, ResultFormUnknown
-from piecegraph.runtime.graphs.recording import SegmentKind
+from piecegraph.runtime.capture.recording import SegmentKind
 from piecegraph.tools.explain import explain
 
 from ..conftest import strict_backend

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import OtherRowsWritten
-from piecegraph.runtime.steps.preserved import WHOLE, Kept, preserve_rows
+from piecegraph.runtime.core.preserved import WHOLE, Kept, preserve_rows
 
 from ..conftest import strict_backend
 

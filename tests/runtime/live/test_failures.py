@@ -28,10 +28,10 @@ from piecegraph.errors import (
     OutsideStep,
     StepInProgress,
 )
-from piecegraph.runtime.after_seal import TRACE_LOGGER
-from piecegraph.runtime.graphs.session import capture_session
-from piecegraph.runtime.graphs.wanted import RETRY_STEPS
-from piecegraph.runtime.steps.static_inputs import split_buffers
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.core.static_inputs import split_buffers
+from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER
+from piecegraph.runtime.parts.strategies.wanted import RETRY_STEPS
 
 FAULT = ValueError("no such block")
 

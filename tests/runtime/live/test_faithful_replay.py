@@ -19,7 +19,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import AllCapturesFailed, HostValueChanged, StaleContext
-from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
 
 pytestmark = pytest.mark.compile

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, Decision, Events, PreparedModel, prepare
 from piecegraph.errors import GuardUnproved, InvalidSetting, SizeOutOfRange
-from piecegraph.runtime.backends.replay import ReplayBackend
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 pytestmark = pytest.mark.compile
 

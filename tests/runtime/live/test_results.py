@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, BatchDescriptor, Config, RuntimeMode, prepare
 from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch, ReturnedUnread
-from piecegraph.runtime.graphs import installed_graph
+from piecegraph.runtime.capture import installed_graph
 
 from ..conftest import strict_backend
 

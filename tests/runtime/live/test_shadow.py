@@ -13,10 +13,10 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
-from piecegraph.runtime import model_policy
-from piecegraph.runtime.graphs.installed_graph import InstalledGraph
-from piecegraph.runtime.records import ShadowStopped, WrongStep
-from piecegraph.runtime.shadow import Cause, Stopped
+from piecegraph.runtime.capture.installed_graph import InstalledGraph
+from piecegraph.runtime.core.records import ShadowStopped, WrongStep
+from piecegraph.runtime.parts.proof.shadow import Cause, Stopped
+from piecegraph.runtime.setup import model_policy
 from piecegraph.tools.steps import load_steps
 
 from .conftest import HIDDEN, LiveServed, Model, Texts

@@ -15,7 +15,7 @@ from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, p
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.backends import registry
 from piecegraph.dispatch import Reason
-from piecegraph.runtime.records import BundleFailed
+from piecegraph.runtime.core.records import BundleFailed
 
 from ..conftest import strict_backend
 from .conftest import Texts

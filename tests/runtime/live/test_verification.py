@@ -23,9 +23,9 @@ from piecegraph.compile import verify
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.trace import dynamo
 from piecegraph.errors import BundleStale, ModelChanged
-from piecegraph.runtime import verification
-from piecegraph.runtime.records import Stale
-from piecegraph.runtime.tracing_thread import STEPS_PER_EXCHANGE
+from piecegraph.runtime.core.records import Stale
+from piecegraph.runtime.parts.starts import verification
+from piecegraph.runtime.parts.starts.tracing_thread import STEPS_PER_EXCHANGE
 
 from .conftest import LENGTHS, LiveServed, Model
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
-from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.graphs.graph_set import GraphSet
-from piecegraph.runtime.graphs.recording import Recording
-from piecegraph.runtime.steps.address_checks import METADATA_CHECK_EVERY, MetadataAddresses
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.capture.graph_set import GraphSet
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.parts.checks.address_checks import METADATA_CHECK_EVERY, MetadataAddresses
 
 from ..conftest import strict_backend, tensors_alive
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
-from piecegraph.runtime.graphs.installed_graph import InstalledGraph
+from piecegraph.runtime.capture.installed_graph import InstalledGraph
 
 from ..conftest import strict_backend
 

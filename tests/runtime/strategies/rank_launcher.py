@@ -22,13 +22,13 @@ from torch import Tensor
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
-from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.graphs.capturer import Capturer
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.recording import Recording
-from piecegraph.runtime.graphs.session import CaptureSession
-from piecegraph.runtime.ranks import Ranks, start_facts
-from piecegraph.runtime.records import Records
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import CaptureSession
+from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
+from piecegraph.runtime.parts.strategies.capturer import Capturer
 
 TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0

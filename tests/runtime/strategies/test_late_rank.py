@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from piecegraph.errors import RankLost
-from piecegraph.runtime import ranks as module
+from piecegraph.runtime.parts.ranks import ranks as module
 
 
 def test_failure_35_a_late_rank_is_not_taken_for_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
-from piecegraph.runtime.graphs import graph_memory
-from piecegraph.runtime.graphs.admitted import worth
-from piecegraph.runtime.graphs.forecast import Forecast, ModeForecast, fit
-from piecegraph.runtime.graphs.graph_memory import GraphMemory, graph_of, prune
-from piecegraph.runtime.graphs.graph_set import GraphSet
-from piecegraph.runtime.ranks import single_rank
-from piecegraph.runtime.records import Records
+from piecegraph.runtime.capture.graph_set import GraphSet
+from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.parts.ranks.ranks import single_rank
+from piecegraph.runtime.parts.strategies import graph_memory
+from piecegraph.runtime.parts.strategies.admitted import worth
+from piecegraph.runtime.parts.strategies.forecast import Forecast, ModeForecast, fit
+from piecegraph.runtime.parts.strategies.graph_memory import GraphMemory, graph_of, prune
 
 FULL = RuntimeMode.FULL
 GRAPH = 1000

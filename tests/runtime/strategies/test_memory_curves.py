@@ -17,10 +17,10 @@ from piecegraph import Batch, Config, Dispatcher, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import Memory
-from piecegraph.runtime.graphs.capturer import Capturer
-from piecegraph.runtime.graphs.recording import Recording
-from piecegraph.runtime.ranks import single_rank
-from piecegraph.runtime.records import Records
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.parts.ranks.ranks import single_rank
+from piecegraph.runtime.parts.strategies.capturer import Capturer
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)

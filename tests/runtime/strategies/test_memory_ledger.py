@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.runtime.backends.protocol import Memory
-from piecegraph.runtime.graphs.ledger import MemoryLedger, Owner, plan_memory
+from piecegraph.runtime.parts.strategies.ledger import MemoryLedger, Owner, plan_memory
 
 owners = st.sampled_from(list(Owner))
 ranges = st.tuples(owners, st.sampled_from("ab"), st.integers(0, 40), st.integers(0, 15))

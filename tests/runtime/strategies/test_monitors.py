@@ -17,10 +17,10 @@ from torch import Tensor
 from piecegraph import Batch, Config, compile_ahead
 from piecegraph.compile import ahead
 from piecegraph.errors import WorkAfterSeal
-from piecegraph.runtime.after_seal import TRACE_LOGGER, allow_compilation
-from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.graphs.recorder import record
-from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER, allow_compilation
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,13 @@ from piecegraph import Batch, GraphMode, RuntimeMode
 from piecegraph.config import STRATEGIES
 from piecegraph.dispatch import CaptureStrategy, make_plan
 from piecegraph.errors import BatchInvalid, CaptureAfterSeal
-from piecegraph.runtime.graphs.admitted import CaptureCosts
-from piecegraph.runtime.graphs.wanted import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
+from piecegraph.runtime.parts.strategies.admitted import CaptureCosts
+from piecegraph.runtime.parts.strategies.wanted import (
+    FADE_STEPS,
+    GIVE_UP_AFTER,
+    RETRY_STEPS,
+    CaptureQueue,
+)
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]

@@ -9,7 +9,7 @@ import torch
 
 from piecegraph import AuxiliaryTask, Batch, get_forward_context
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.graphs.breaks import recordable
+from piecegraph.runtime.capture.breaks import recordable
 
 
 def facts(served: Any, name: str) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from ....cache import Entry, Key
 from ....cache.keys.code import fingerprint
 from ....cache.keys.encoder import Undescribable
 from ....errors import ModelNotAdaptable
-from ....runtime.open_cache import open_cache
+from ....runtime.setup.open_cache import open_cache
 from .attention import UnknownAttention
 from .host_reads import check_readers, host_readers
 from .mixers import UnknownCall

@@ -1,0 +1,284 @@
+"""The replay backend: graphs on a CPU, for tests without a GPU.
+
+It emulates what makes graphs on a device different from a plain run: fixed addresses, outputs that
+the next replay overwrites, Python that does not run again, captures that do not execute, memory
+that can run out. Misuse that gives silent garbage on a device is an error here, some of it only
+with `ReplayOptions`.
+
+    backend = piecegraph.ReplayBackend(piecegraph.ReplayOptions(poison_before_replay=True))
+    prepared = piecegraph.prepare(model, config, backend=backend)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ....errors import MovedTensor
+from ..ownership import Ownership, memory_of
+from ..protocol import Memory
+from .tape import COPIES, Tape, poison
+from .work_queue import QueuePoint, WorkQueue
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What the replay backend checks, and which failures it injects.
+
+    Captures are numbered from 1, one for each graph: a PIECEWISE recording of a model with n
+    splitting ops has n + 1.
+    """
+
+    poison_before_replay: bool = False
+    """Before each replay fill all memory that the graph made with NaN, integers with a value out of
+    range: an op that leaves rows unwritten, or reads results of an earlier step, gives NaN."""
+
+    poison_old_results: bool = False
+    """When a step ends, fill the results of the graph step before it with NaN, unless the same
+    graph has overwritten them: code that keeps results beyond the next step reads NaN."""
+
+    fail_on_moved_inputs: bool = False
+    """Raise MovedTensor at a replay if a tensor that the graph reads has been given other memory
+    since the capture. A device would read the old memory."""
+
+    delay: bool = False
+    """Run the work of a step only when something waits for it, see `work_queue`: what the engine
+    rewrites before that, the step finds rewritten, as a device would."""
+
+    delay_seed: int | None = None
+    """With `delay`: let some of the work run earlier, at points that this number determines."""
+
+    fail_on_early_writes: bool = False
+    """With `delay`: raise RewrittenEarly where a step reads what was rewritten before it ran, and
+    ResultOverwritten where a result is read that a later step has overwritten."""
+
+    failing_captures: frozenset[int] = frozenset()
+    """Numbers of captures that fail with a RuntimeError."""
+
+    exhausting_captures: frozenset[int] = frozenset()
+    """Numbers of captures that fail with an OutOfMemoryError."""
+
+    graph_bytes: int = 0
+    """Bytes charged for each graph beside the memory that it made."""
+
+    limit: int = sys.maxsize
+    """Bytes that all graph pools together may take; a capture beyond it is an OutOfMemoryError."""
+
+
+class ModeledPool:
+    """The bytes a shared graph pool would take on a device: the most that captures held at once,
+    plus a fixed charge for each graph.
+
+    Captures add up until `release_held`; later captures then use the same bytes again.
+    """
+
+    def __init__(self, graph_bytes: int) -> None:
+        self._graph_bytes = graph_bytes
+        self._graphs: WeakSet[Any] = WeakSet()
+        self._held = 0
+        self._peak = 0
+
+    @property
+    def bytes(self) -> int:
+        """As with a device's pool, all of it is freed with the last graph."""
+        return self._peak + self._graph_bytes * len(self._graphs) if self._graphs else 0
+
+    def growth(self, made: int) -> int:
+        """Growth of `bytes` by one more capture that makes `made` bytes."""
+        return max(0, self._held + made - self._peak) + self._graph_bytes
+
+    def add(self, graph: Any, made: int) -> None:
+        """`graph` was captured and made tensors of `made` bytes."""
+        if not self._graphs:
+            self._held = self._peak = 0
+        self._graphs.add(graph)
+        self._held += made
+        self._peak = max(self._peak, self._held)
+
+    def release_held(self) -> None:
+        self._held = 0
+
+    def remove(self, graph: Any) -> None:
+        self._graphs.discard(graph)
+
+
+class TapeGraph:
+    """A finished tape: its operations run in order on the recorded memory."""
+
+    topology = ""
+
+    def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
+        self.calls = tuple(tape.operations)
+        self._made = tuple(tape.made.values())
+        self._backend = backend
+        self._ownership = tape.ownership
+        self._options = backend.options
+        self._counters = backend.counters
+        self._pool = pool
+        pool.add(self, tape.made_bytes)
+
+    @property
+    def operations(self) -> int:
+        return len(self.calls)
+
+    def replay(self) -> None:
+        self.check_inputs()
+        self.run()
+
+    def run(self) -> None:
+        """What a device does in a replay; the rest of it is done by the host."""
+        if torch.is_inference_mode_enabled():
+            self._run()
+        else:
+            with torch.inference_mode():  # inference tensors may be written in this mode alone
+                self._run()
+
+    def _run(self) -> None:
+        self._counters["replays"] += 1
+        self._counters["operations"] += len(self.calls)
+        if self._options.poison_before_replay:
+            for tensor in self._made:
+                poison(tensor)
+        for operation in self.calls:
+            operation()
+
+    def check_inputs(self) -> None:
+        """Raise MovedTensor if asked to, and a tensor that the graph reads was moved."""
+        for recorded, tensor in (
+            self._ownership.moved() if self._options.fail_on_moved_inputs else ()
+        ):
+            name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that its operations take."""
+        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
+        return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
+
+    def release(self) -> None:
+        self._backend.released(self._made)
+        self.calls = ()
+        self._made = ()
+        self._pool.remove(self)
+
+
+class TapeCapture:
+    """A tape that records in this thread."""
+
+    def __init__(self, backend: ReplayBackend, pool: ModeledPool, ownership: Ownership) -> None:
+        self._tape = Tape(ownership, backend.options.poison_before_replay)
+        self._backend = backend
+        self._pool = pool
+        backend.see_nothing(True)
+        self._tape.start()
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        return self._tape.opaque(fn, args)
+
+    def end(self) -> TapeGraph:
+        self._tape.stop()
+        if self._tape.host_read is not None:
+            self._tape.undo()
+            raise self._tape.host_read
+        if self._pool.growth(self._tape.made_bytes) > self._backend.memory().free:
+            self._tape.undo()
+            raise torch.OutOfMemoryError("this capture would exceed the modeled limit")
+        self._tape.finish()
+        return TapeGraph(self._tape, self._backend, self._pool)
+
+    def abort(self) -> None:
+        self._tape.stop()
+        self._tape.undo()
+
+
+@dataclass(slots=True)
+class ReplayBackend:
+    """Graphs emulated on the CPU. Pass one to `prepare(backend=...)` to choose its options.
+
+    `counters` counts "captures", "replays", "operations" and "preparations". A backend may be
+    shared by several prepared models; their pools then share `options.limit`.
+    """
+
+    options: ReplayOptions = field(default_factory=ReplayOptions)
+    name: str = "replay"
+    runs_python: bool = True
+    counters: Counter[str] = field(default_factory=Counter)
+    pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
+    queue: WorkQueue | None = None
+    """The work that is delayed."""
+
+    def __post_init__(self) -> None:
+        if self.options.delay:
+            self.queue = WorkQueue(self.options.delay_seed, self.options.fail_on_early_writes)
+
+    def new_pool(self) -> ModeledPool:
+        pool = ModeledPool(self.options.graph_bytes)
+        self.pools.add(pool)
+        return pool
+
+    @property
+    def order_steps(self) -> Callable[[], None] | None:
+        return self.queue.drain if self.queue is not None else None
+
+    def see_nothing(self, capturing: bool) -> None:
+        """While a graph is captured, its operations are not the engine's."""
+        if self.queue is not None:
+            self.queue.busy = capturing
+
+    def released(self, made: Iterable[Tensor]) -> None:
+        """A graph that made these tensors is freed: after the work so far, as on a device."""
+        self.synchronize()
+        if self.queue is not None:
+            self.queue.overwritten(made, "the release of its graph")
+
+    def prepare(self) -> None:
+        self.counters["preparations"] += 1
+        self.synchronize()
+
+    def trim(self) -> None:
+        pass
+
+    def release_pool(self, pool: ModeledPool) -> None:
+        pass  # a tape's memory is gone with the tape
+
+    def begin(self, pool: ModeledPool, ownership: Ownership) -> TapeCapture:
+        self.counters["captures"] += 1
+        if self.counters["captures"] in self.options.failing_captures:
+            raise RuntimeError("failure injected into this capture")
+        if self.counters["captures"] in self.options.exhausting_captures:
+            raise torch.OutOfMemoryError("exhaustion injected into this capture")
+        return TapeCapture(self, pool, ownership)
+
+    def release_held(self, pool: ModeledPool) -> None:
+        self.see_nothing(False)
+        pool.release_held()
+
+    def weak(self, tensor: Tensor) -> Tensor:
+        return tensor  # the tape owns what it made; its memory is never given to another
+
+    address = staticmethod(Tensor.data_ptr)
+
+    def memory(self) -> Memory:
+        used = sum(pool.bytes for pool in self.pools)
+        return Memory(used, self.options.limit - used)
+
+    def working_memory(self, run: Callable[[], None]) -> int:
+        return 0  # of a device there is none
+
+    def synchronize(self) -> None:
+        if self.queue is not None:
+            self.queue.finish()
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def event(self) -> QueuePoint:
+        return QueuePoint(self.queue)

@@ -1,0 +1,218 @@
+"""The tape of the replay backend: tensor operations recorded by a dispatch mode.
+
+While it records, every operation runs, since shapes and indices must be real, but leaves no trace:
+what it wrote outside is restored, what it made is poisoned. So a capture does not execute, as on a
+GPU. Views are not recorded. The body of a custom op written in Python runs once and leaves the
+operators it calls; an op that calls none is itself one operation.
+
+It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....compile.ir.ops import tensors_in, written_by
+from ....errors import HostReadInCapture
+from ....torch_compat.basics.ops import (
+    OpOverload,
+    is_higher_order,
+    is_python_op,
+    run_kernel,
+)
+from ....torch_compat.basics.tensors import (
+    LightDispatchMode,
+    storage_id,
+    tree_map_only,
+    without_modes,
+)
+from ..ownership import (
+    ALLOCATIONS,
+    Ownership,
+    TensorTracker,
+    memory_of,
+    reads_host,
+    user_line,
+)
+
+Operation = partial[Any]
+
+
+class Tape(TensorTracker):
+    """A tracker that records; call `finish` or `undo` after `stop`."""
+
+    def __init__(self, ownership: Ownership, strict: bool = False) -> None:
+        super().__init__("CPU", ownership)
+        self._strict = strict
+        self.operations: list[Operation] = []
+        self.made: dict[int, Tensor] = {}
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
+        used = memory_of((args, kwargs))
+        self.refuse_host_read(func, args, kwargs, used)
+        self.ownership.find(used, self.bakes, user_line)
+        written = memory_of(list(written_by(func, args, kwargs)))
+        self._save(written)
+        recorded = len(self.operations)
+        result = self.run(func, args, kwargs)
+        if len(self.operations) > recorded or torch.Tag.inplace_view in func.tags:
+            return result
+        fresh = self.fresh(result, used)
+        if written or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
+            self._record(func, args, kwargs, result, fresh)
+        return result
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a compiled piece and record it as one operation.
+
+        It runs twice: a result found in the same memory both times is the piece's own, not fresh,
+        and is neither copied nor poisoned. Both runs get equal arguments, since a piece may use
+        them as scratch memory.
+        """
+        with without_modes():
+            used = memory_of(args)
+            self.ownership.find(used, self.bakes)
+            given = self._save(used)
+            with EachOp(self._note_host_read):
+                kept = fn(*args)
+            if self.host_read is not None:
+                raise self.host_read  # here, where the piece and so the line is known
+            _restore(given)
+            result = fn(*args)
+            fresh = self.fresh(result, used + memory_of(kept))
+            self._record(fn, args, {}, result, fresh)
+        return result
+
+    def _note_host_read(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """The first one counts: an op may swallow the error."""
+        if reads_host(func, args, kwargs):
+            self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
+
+    def bakes(self, tensor: Tensor) -> bool:
+        """A device graph would have the value, if the tensor was not moved with the model."""
+        return self._strict and tensor.dim() == 0
+
+    def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
+        fresh = super().fresh(result, used)
+        for tensor in fresh:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            self.made.setdefault(storage_id(tensor), whole)
+        return fresh
+
+    def _record(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, result: Any, fresh: list[Tensor]
+    ) -> None:
+        args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
+        self.operations.append(_operation(partial(fn, *args, **kwargs), result, fresh))
+
+    def _save(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Contents of tensors that may be written; those from outside are kept for `undo`."""
+        contents = [(tensor.detach(), tensor.clone()) for tensor in tensors]
+        self._before += [each for each in contents if storage_id(each[0]) not in self.made]
+        return contents
+
+    @property
+    def made_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.made.values())
+
+    def finish(self) -> None:
+        """Leave no trace of having run: restore written tensors, poison those that were made."""
+        self.undo()
+        with torch.inference_mode():
+            for tensor in self.made.values():
+                poison(tensor)
+
+    def undo(self) -> None:
+        """Restore what tensors from outside held."""
+        _restore(self._before[::-1])
+        self._before.clear()
+
+
+class EachOp(LightDispatchMode):
+    """Calls `see` before each operator that runs inside, also in custom ops written in Python."""
+
+    def __init__(self, see: Callable[[OpOverload, Any, Any], object]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        self._see(func, args, given)
+        if is_higher_order(func):
+            return func(*args, **given)
+        if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
+            return func(*args, **given)
+        with self:
+            return run_kernel(func, "CPU", args, given)
+
+
+_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
+
+
+def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
+    """Write saved contents back; a dimension of stride 0 has one element in memory."""
+    with torch.inference_mode():
+        for tensor, before in contents:
+            for dim, step in enumerate(tensor.stride()):
+                if step == 0 and tensor.size(dim):
+                    tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
+            tensor.copy_(before)
+
+
+def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:
+    """`call`, with its fresh results copied to where the recorded `result` was.
+
+    The common forms, one tensor and a flat tuple, avoid walking a tree.
+    """
+    if not fresh:
+        return call
+    owned = {storage_id(tensor) for tensor in fresh}
+    places = [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
+    copied = [place for place in places if place is not None]
+    if isinstance(result, Tensor):
+        return partial(_copy_one, call, copied[0])
+    if len(copied) == len(result) and all(isinstance(item, Tensor) for item in result):
+        return partial(_copy_flat, call, copied)
+    return partial(_copy_tree, call, places)
+
+
+def _copy_one(call: Callable[[], Tensor], place: Tensor) -> None:
+    place.copy_(call())
+
+
+def _copy_flat(call: Callable[[], tuple[Tensor, ...]], places: list[Tensor]) -> None:
+    for place, value in zip(places, call(), strict=True):
+        place.copy_(value)
+
+
+def _copy_tree(call: Callable[[], Any], places: list[Tensor | None]) -> None:
+    for place, value in zip(places, tensors_in(call()), strict=True):
+        if place is not None:
+            place.copy_(value)
+
+
+COPIES = frozenset({_copy_one, _copy_flat, _copy_tree})
+"""What calls an operation and copies its results to fixed memory."""
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """`tensor`, overwritten with NaN, or if of integers with the value farthest out of range."""
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in the 8-bit formats with a sign and a NaN
+    elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        tensor.fill_(limits.min or limits.max)
+    return tensor

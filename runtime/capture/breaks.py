@@ -1,0 +1,129 @@
+"""Where a recording breaks: at splitting ops, and at functions decorated with `break_graph`.
+
+A compiled model is linked with each piece as one operation and each splitting op as a break. A
+model that is not traced runs as it is (breakable capture) and breaks wherever it calls a decorated
+function or a splitting op.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, overload
+
+from ...compile.ir.locations import op_line
+from ...compile.ir.ops import resolve_op, tensors_in
+from ...compile.ir.plan import Plan
+from ...compile.plan.codegen import Hook
+from ...compile.plan.compiled_model import CompiledModel
+from ...errors import HostCopyInCapture, HostReadInCapture
+from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
+from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
+from ...torch_compat.compiling.regions import regions_through
+from ..parts.proof.row_mixing import WITHOUT_BREAKS
+from .recorder import ACTIVE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Fn = Callable[..., Any]
+
+
+@overload
+def break_graph(fn: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def break_graph(*, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def break_graph(fn: Any = None, *, fake: Callable[..., Any] | None = None) -> Any:
+    """Make `fn` a splitting function: a PIECEWISE recording runs it eagerly between two graphs.
+
+    In a FULL recording and outside of recordings it is a plain call. When a model's forward is run
+    on fake tensors to find the form of its result, `fake` is called instead; without it, `fn` is
+    assumed to write to its tensor arguments and to return nothing.
+    """
+    if fn is None:
+        return partial(_breaking, fake=fake)
+    return _breaking(fn, fake=fake)
+
+
+def _breaking(
+    fn: Callable[P, R], fake: Callable[..., Any] | None, name: str = ""
+) -> Callable[P, R]:
+    name = name or _name(fn)
+    on_fakes = fake or (fn if isinstance(fn, OpOverload) else _write_to)
+
+    @wraps(fn)
+    def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
+        recorder = ACTIVE.get()
+        if recorder is not None and recorder.breaks:
+            result: R = recorder.splitting_op(name, fn, args, kwargs)
+            return result
+        if is_faking():
+            return on_fakes(*args, **kwargs)  # type: ignore[return-value]
+        if (stand_in := WITHOUT_BREAKS.get()) is not None:
+            return stand_in.call(name, on_fakes, args, kwargs)  # type: ignore[no-any-return]
+        return fn(*args, **kwargs)
+
+    never_traced(breaking, with_callees=True)
+    return breaking
+
+
+def _write_to(*args: Any, **kwargs: Any) -> None:
+    """The default fake: write to every tensor argument."""
+    for tensor in tensors_in((args, kwargs)):
+        if is_fake(tensor):
+            tensor.zero_()
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """Name of `fn` in reports: the full name of an operator, or the function's own."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(fn) if isinstance(fn, OpOverload) else getattr(fn, "__name__", type(fn).__name__)
+
+
+def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
+    """Make `fn`, a compiled piece, one operation of a recording; outside of one a plain call.
+
+    An error names the user's line by `text`, the piece's annotated source.
+    """
+
+    @wraps(fn)
+    def piece(*args: Any) -> R:
+        recorder = ACTIVE.get()
+        if recorder is None:
+            return fn(*args)
+        try:
+            result: R = recorder.piece(fn, args)
+        except (HostReadInCapture, HostCopyInCapture) as error:
+            name = str(error.facts["op"]).split(".")[:2][-1]
+            where = error.where or op_line(text, re.compile(rf"\b{name}\("))
+            raise type(error)(where=where, **error.facts) from error
+        return result
+
+    return piece
+
+
+def _record_hooks(plan: Plan) -> tuple[Hook, Hook]:
+    """The hooks of `CompiledModel.link` with which pieces and splitting ops are recorded."""
+    texts = [plan.pieces[piece].text for piece in plan.piece_uses()]
+    return lambda use, piece: opaque_piece(piece, texts[use]), lambda use, op: break_graph(op)
+
+
+def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
+    """The function to record: from the plan's input tensors to its results.
+
+    Of a model that is not traced, each code of a region that it compiles is one operation.
+    """
+    if compiled.traced:
+        return compiled.link(_record_hooks)
+    forward, calls = compiled.link(), dict[Any, Fn]()
+    for op in map(resolve_op, splitting_ops):
+        assert isinstance(op, OpOverload)
+        break_at = _breaking(partial(CALL_OP, op), fake=partial(CALL_OP, op), name=str(op))
+        calls[op] = calls[op.overloadpacket] = break_at
+
+    def breaking(*inputs: Any) -> Any:
+        with ops_through(calls), regions_through(opaque_piece):
+            return forward(*inputs)
+
+    return breaking

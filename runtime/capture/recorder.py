@@ -1,0 +1,212 @@
+"""How a graph is captured and replayed.
+
+    warm-up run     the function runs once uncaptured, so that one-time setup is in no graph, and
+                    the form of what each splitting op returns is known
+    begin           the backend opens a capture
+    run             the function runs again; its device work is recorded, not executed
+    end             the backend makes a graph of what was recorded
+    segments        a splitting op ends the graph, its call is kept, and the next graph begins
+    replay          the segments run in order, on the memory they were recorded on
+
+A capture executes nothing: no graph is replayed and no splitting op runs before the first step. An
+engine may register memory with other devices after all captures, and a rank whose capture fails
+leaves no other rank in a collective. Only a backend that emulates captures runs what the next
+graph depends on, because its captures compute true values.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import NestedCapture, WorkAfterSeal
+from ...torch_compat.basics.frames import calling_module
+from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
+from ...torch_compat.compiling.regions import regions_noted
+from ..backends.ownership import Ownership
+from ..backends.protocol import Capture, Graph
+from ..backends.replay.host_copies import HostCopies
+from ..forward_context import CURRENT
+from ..parts.checks.step_reads import NotingContext, StepReads
+from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
+from .session import CaptureSession, capture_failure
+
+Fn = Callable[..., Any]
+
+ACTIVE: ContextVar[Recorder | None] = ContextVar("piecegraph_recorder", default=None)
+"""The active recorder of this thread, read by splitting ops and pieces."""
+
+
+def record(
+    fn: Fn,
+    inputs: tuple[Tensor, ...],
+    session: CaptureSession,
+    *,
+    name: str,
+    breaks: bool,
+    modules: Mapping[int, str] = {},
+) -> Recording:
+    """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity.
+
+    PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
+    run raises. After an error no graph is open or kept.
+    """
+    if ACTIVE.get() is not None:
+        raise NestedCapture(name=name)
+    recorder = Recorder(session, breaks, modules)
+    token = ACTIVE.set(recorder)
+    try:
+        with regions_noted(recorder.note_region):
+            fn(*inputs)
+    except BaseException:
+        ACTIVE.reset(token)
+        raise
+    before, began = session.backend.memory(), perf_counter()
+    try:
+        recorder.begin()
+        with recorder.host_copies():
+            outputs = recorder.in_context(fn)(*inputs)
+        recorder.finish()
+    except BaseException as error:
+        recorder.abort()
+        if isinstance(error, WorkAfterSeal) or not isinstance(error, Exception):
+            raise
+        raise capture_failure(error, name) from error
+    finally:
+        ACTIVE.reset(token)
+    recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
+    recording.reads = recorder.reads
+    recording.outputs = recorder.weak(outputs)
+    now = session.backend.memory()
+    recording.seconds, recording.bytes = perf_counter() - began, now.growth(before)
+    recording.allocated = now.used - before.used
+    session.events.emit("capture.recorded", **recording.facts())
+    return recording
+
+
+class Recorder:
+    """One capture in progress: the segments so far and the graph that is open, if any."""
+
+    def __init__(self, session: CaptureSession, breaks: bool, modules: Mapping[int, str]) -> None:
+        self.breaks = breaks
+        self._module_names = modules
+        self.segments: list[Segment] = []
+        self.graphs: list[Graph] = []
+        self.ownership = Ownership()
+        self._session = session
+        self._open: Capture | None = None
+        self._in_op = False
+        self._has_regions = False
+        self._forms: deque[tuple[str, ResultForm]] = deque()
+        """What the splitting ops of the warm-up run returned, until the capture meets the op."""
+        self.reads = StepReads()
+        context = CURRENT.get()
+        self._context = NotingContext(context, self.reads) if context is not None else None
+
+    def note_region(self) -> None:
+        """The warm-up run enters a region that the model compiles itself."""
+        self._has_regions |= ACTIVE.get() is self  # not a region of another thread
+
+    def host_copies(self) -> AbstractContextManager[Any]:
+        """Refuse copies from the host that a CPU does not show. A function mode would have the
+        regions of the model compiled once more."""
+        emulated = self._session.backend.runs_python and not self._has_regions
+        return HostCopies(lambda: self._open is not None) if emulated else nullcontext()
+
+    def begin(self) -> None:
+        """Open a graph."""
+        self.reads.open = True
+        self._open = self._session.begin(self.ownership)
+
+    def end(self) -> None:
+        """Close the open graph. One without operations is no segment."""
+        assert self._open is not None
+        self.reads.open = False
+        capture, self._open = self._open, None
+        graph = capture.end()
+        self.graphs.append(graph)  # also an empty one: it owns memory
+        if graph.operations:
+            self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
+
+    def finish(self) -> None:
+        """Close the last graph; every splitting op of the warm-up run must have been met."""
+        self.end()
+        if self._forms:
+            raise RuntimeError(f"{self._forms[0][0]}, called by the warm-up run, is not called")
+
+    def splitting_op(self, name: str, fn: Fn, args: Any, kwargs: Any) -> Any:
+        """End the open graph, keep the call of `fn`, open the next graph.
+
+        In the warm-up run, call `fn` and note the form of its result.
+        """
+        if self._in_op:  # called by another splitting op, which is kept as a whole
+            return fn(*args, **kwargs)
+        if self._open is None:
+            result = self._run(partial(fn, *args, **kwargs))
+            self._forms.append((name, ResultForm.of(result, (args, kwargs))))
+            return result
+        self.end()
+        static, targets = self._form_of(name).allocate((args, kwargs))
+        call = eager_call(
+            name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
+        )
+        if self._session.backend.runs_python:
+            self.graphs[-1].replay()
+            self._run(call)
+        if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
+            self.segments.append(Segment(SegmentKind.EAGER, []))
+        caller = calling_module(self._module_names)
+        self.segments[-1].add(call, f"{name} {caller}".strip(), [name] if targets else [])
+        self.begin()
+        return static
+
+    def _form_of(self, name: str) -> ResultForm:
+        """What the same call returned in the warm-up run."""
+        expected, form = self._forms.popleft() if self._forms else ("no more ops", None)
+        if form is None or expected != name:
+            raise RuntimeError(f"{name} is called where the warm-up run called {expected}")
+        return form
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Run a splitting op."""
+        self._in_op = True
+        try:
+            return call()
+        finally:
+            self._in_op = False
+
+    def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
+        """Call a compiled piece as one operation, which reads the context of its capture."""
+        if self._open is None:
+            return fn(*args)
+        return self._open.opaque(self.in_context(fn), args)
+
+    def in_context(self, fn: Fn) -> Fn:
+        """`fn` in the forward context of this capture, also in later replays."""
+        return fn if self._context is None else partial(self._context.call, fn)
+
+    def abort(self) -> None:
+        """Drop the open graph and all others."""
+        self.reads.open = False
+        if self._open is not None:
+            self._open.abort()
+        for graph in self.graphs:
+            graph.release()
+
+    def weak(self, value: Any) -> Any:
+        """`value` with weak tensors for those that graphs made; the session holds these."""
+
+        def weaken(tensor: Tensor) -> Tensor:
+            if self.ownership.is_made(tensor):
+                self._session.hold(tensor)
+                tensor = self._session.backend.weak(tensor)
+            return tensor
+
+        return tree_map_only(Tensor, weaken, value)

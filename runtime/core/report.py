@@ -1,0 +1,164 @@
+"""What a prepared model did, as data: its part of the report of docs/metrics-and-report.md."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from ...cache import Cache
+from ...cache.names import blob_names, entry_names
+from ...compile.ir.plan import Plan
+from ...dispatch import ResolvedMode
+from ..parts.strategies.ledger import MemoryLedger
+from .records import (
+    BackgroundFailure,
+    BackgroundPhase,
+    BucketHole,
+    BucketsMissing,
+    CaptureRecord,
+    ForecastAccuracy,
+    HostValues,
+    LibrariesBuilt,
+    NotVerified,
+    Record,
+    Records,
+    RegionCompiled,
+    RowsMixed,
+    SkippedWarmup,
+    Stale,
+    Switched,
+    UnwatchedTensors,
+    Verified,
+    WarmupStep,
+)
+from .usage import Usage
+
+
+def build_report(
+    records: Records,
+    plan: Plan,
+    resolved: ResolvedMode,
+    usage: Usage,
+    cache: Cache,
+    ledger: MemoryLedger,
+) -> dict[str, Any]:
+    """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
+    bundle = records.compile.bundle
+    counters = records.counters
+    return {
+        "startup": {
+            "phases": [{"name": span.name, "seconds": span.seconds} for span in records.phases],
+            "prepare_seconds": records.prepare_seconds,
+        },
+        "background": background_facts(records),
+        "cache": {
+            "hit": bundle is not None and bundle.hit,
+            "reason": bundle.reason if bundle is not None else None,
+            "verified": verified(records),
+            "not_cacheable": list(records.compile.not_cacheable),
+            **_stored(cache),
+        },
+        "counters": {
+            "dynamo_traces": counters["dynamo_traces"],
+            "inductor_compiles": counters["inductor_compiles"],
+            **{name: n for name, n in sorted(counters.items()) if name.startswith("cache.")},
+        },
+        "pieces": {
+            "total": sum(len(trace.piece_uses()) for trace in plan.intervals()),
+            "unique": len({p.digest for trace in plan.intervals() for p in trace.pieces}),
+            "segments": plan.segments(),
+            "ranges": [[r.low, r.high] for trace in plan.intervals() for r in trace.ranges]
+            or [[symbol.low, symbol.high] for symbol in plan.symbols],
+        },
+        "graph_mode": {
+            "requested": resolved.requested and resolved.requested.value,
+            "resolved": resolved.mode.value,
+            "reasons": mode_reasons(resolved),
+        },
+        "buckets": {
+            "holes": _facts(records, BucketHole),
+            "missing": _facts(records, BucketsMissing),
+        },
+        "captures": _facts(records, CaptureRecord),
+        "executables": executables(records.of(CaptureRecord)),
+        "regions": _facts(records, RegionCompiled),
+        "rows_mixed": _facts(records, RowsMixed),
+        "unwatched": _facts(records, UnwatchedTensors),
+        "host_values": _facts(records, HostValues),
+        "memory": ledger.rows(),
+        "memory_forecast": _facts(records, ForecastAccuracy),
+        "warmup": _facts(records, WarmupStep),
+        "skipped_warmup": _facts(records, SkippedWarmup),
+        "dispatch": usage.rows(),
+        "reasons": usage.reasons(),
+    }
+
+
+def background_facts(records: Records) -> dict[str, Any] | None:
+    """With `bundle="serve"` and no bundle: whether compiled code serves, and what has happened."""
+    phases, failures = records.of(BackgroundPhase), records.of(BackgroundFailure)
+    if not (phases or failures):
+        return None
+    switched = records.of(Switched)
+    failed = bool(failures)
+    return {
+        "state": "compiled" if switched else "failed" if failed else "compiling",
+        "phases": [phase.facts() for phase in phases],
+        "failures": [failure.facts() for failure in failures],
+        "switch": switched[0].facts() if switched else None,
+        "libraries": _facts(records, LibrariesBuilt),
+    }
+
+
+def verified(records: Records) -> bool | str:
+    """Whether the bundle was found to be that of the model, or why that is not known."""
+    if records.of(Stale):
+        return False
+    if records.of(Verified):
+        return True
+    if records.of(NotVerified):
+        return records.of(NotVerified)[-1].reason
+    bundle = records.compile.bundle
+    if bundle is None or not bundle.hit:
+        return "the model was traced by this start"
+    cache = records.settings.get("cache") or {}
+    return "verify_bundle is 'off'" if cache.get("verify_bundle") == "off" else "not yet"
+
+
+def mode_reasons(resolved: ResolvedMode) -> list[str]:
+    """Why the graph mode is not the one that was asked for, in order."""
+    return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
+
+
+def executables(captures: list[CaptureRecord]) -> dict[str, dict[str, int]]:
+    """By mode: graphs, their topologies, and what the driver took for them. If graphs of one
+    topology shared one executable, `saved_bytes` of that would be left."""
+    rows = {}
+    for mode in {capture.mode: None for capture in captures}:
+        of_mode = [capture for capture in captures if capture.mode == mode]
+        graphs = [topology for capture in of_mode for topology in capture.topologies]
+        driver_bytes = sum(max(0, capture.bytes - capture.allocated) for capture in of_mode)
+        if graphs:
+            spare = len(graphs) - len(set(graphs))
+            rows[mode] = {
+                "graphs": len(graphs),
+                "topologies": len(set(graphs)),
+                "driver_bytes": driver_bytes,
+                "saved_bytes": driver_bytes * spare // len(graphs),
+            }
+    return rows
+
+
+def _facts(records: Records, kind: type[Record]) -> list[dict[str, Any]]:
+    return [record.facts() for record in records.of(kind)]
+
+
+def _stored(cache: Cache) -> dict[str, int]:
+    """Entries in the private directory, and the bytes of all blobs."""
+    if cache.private is None:
+        return {"entries": 0, "bytes": 0}
+    root, num_bytes = cache.private.root, 0
+    for name in blob_names(root):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            num_bytes += (root / name).stat().st_size
+    return {"entries": len(list(entry_names(root))), "bytes": num_bytes}

@@ -1,0 +1,343 @@
+"""Dispatches and runs the steps of a prepared model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ...compile.ir.config import TOKENS
+from ...dispatch import (
+    NO_GRAPH,
+    Batch,
+    BatchDescriptor,
+    Decision,
+    Dispatcher,
+    Reason,
+    RuntimeMode,
+)
+from ...errors import (
+    AutocastActive,
+    BatchInvalid,
+    BatchMismatch,
+    DecisionOfAnother,
+    ModelClosed,
+    StepInProgress,
+)
+from ...torch_compat.basics.tensors import (
+    is_autocast_enabled,
+    is_grad_enabled,
+    set_grad_enabled,
+    tree_map_only,
+)
+from ..backends.protocol import Event
+from ..forward_context import CURRENT, ForwardContext
+from ..parts.checks.address_checks import MetadataAddresses
+from ..parts.checks.step_reads import StepReads
+from ..parts.log.step_log import StepLog, StepObserver
+from .binding import Bind, binder, packer
+from .code import ModelCode
+from .static_inputs import Mark, Sizes
+from .usage import IdleSteps, Usage
+
+
+class StepGraph(Protocol):
+    """A captured graph as steps use it."""
+
+    @property
+    def runs_python(self) -> bool: ...
+    @property
+    def metadata(self) -> MetadataAddresses | None: ...
+    @property
+    def reads(self) -> StepReads | None: ...
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]: ...
+    def poison(self) -> None: ...
+
+
+class BetweenSteps(Protocol):
+    """What may change graphs or code before a step, asked while it is `active`.
+
+    Steps of a decision in `idle_steps` need not ask; they are counted there.
+    """
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def idle_steps(self) -> dict[int, IdleSteps]: ...
+    def before_step(
+        self,
+        batch: Batch,
+        decision: Decision,
+        allowed_modes: Collection[RuntimeMode] | None,
+        excluded_modes: Collection[RuntimeMode] | None,
+    ) -> bool:
+        """Whether the step may be decided otherwise now."""
+        ...
+
+
+class Steps:
+    """The steps of one prepared model. `use` says what they run."""
+
+    code: ModelCode
+    dispatcher: Dispatcher
+    between: BetweenSteps
+    _graphs: Sequence[StepGraph | None]
+    _bind: Bind
+
+    def __init__(
+        self,
+        context: ForwardContext,
+        usage: Usage,
+        max_num_reqs: int,
+        event: Callable[[], Event],
+        *,
+        poisons: bool,
+    ) -> None:
+        """`event` is the backend's. `poisons` poisons the results of a graph once another step has
+        run."""
+        self.context = context
+        self.usage = usage
+        self.running = False
+        self.step_log: StepLog | None = None
+        self.before_padding: Callable[[], None] = nothing
+        """Called before a step is padded without a graph."""
+        self._max_num_reqs = max_num_reqs
+        self._event = event
+        self._copied: Event | None = None
+        """Of the last step, once an engine has asked for it: an event costs a step time."""
+        self._poisons = poisons
+        self._observers: tuple[StepObserver, ...] = ()
+        self._last_graph: StepGraph | None = None
+
+    def use(
+        self,
+        code: ModelCode,
+        dispatcher: Dispatcher,
+        graphs: Sequence[StepGraph | None],
+        between: BetweenSteps,
+    ) -> None:
+        """Run steps with `code` from now on, and with `graphs` by graph index."""
+        plan = code.compiled.plan
+        self.code = code
+        self.dispatcher = dispatcher
+        self.between = between
+        self._graphs = graphs
+        if self.step_log is not None:
+            self.step_log.dispatcher = dispatcher
+        self._bind = binder(plan, inspect.signature(code.compiled.model.forward))
+        self._pack = packer(plan)
+        self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
+        self._min_num_tokens = plan.symbols[self._token_symbol].low
+
+    def must_be_idle(self) -> None:
+        """Raise StepInProgress inside a step."""
+        if self.running:
+            raise StepInProgress()
+
+    def dispatch(
+        self,
+        batch: Batch,
+        allowed_modes: Collection[RuntimeMode] | None,
+        excluded_modes: Collection[RuntimeMode] | None,
+    ) -> Decision:
+        """See `PreparedModel.dispatch`."""
+        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+        if batch.num_reqs > self._max_num_reqs:
+            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
+        between = self.between
+        if between.active:
+            if self.running:
+                raise StepInProgress()
+            idle = between.idle_steps.get(id(decision))
+            if idle is not None and batch.num_reqs >= idle.num_reqs:
+                idle.steps += 1
+            elif between.before_step(batch, decision, allowed_modes, excluded_modes):
+                decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+        for observer in self._observers:
+            observer.dispatched(batch, decision)
+        return decision
+
+    def run(
+        self,
+        decision: Decision,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        metadata: Any,
+        stated: int | None,
+    ) -> Any:
+        """Run one step, see `PreparedModel.run`; `stated` are the tokens that its batch states,
+        where that is known."""
+        if self._observers:
+            with self._observing(decision, args, kwargs, metadata):
+                return self.run(decision, args, kwargs, metadata, stated)
+        if is_autocast_enabled():
+            raise AutocastActive(action="the step")
+        tensors, sizes = self._bind(stated, *args, **kwargs)
+        num_tokens = sizes[self._token_symbol]
+        if stated is not None and stated != num_tokens:
+            raise BatchMismatch(stated=stated, actual=num_tokens)
+        code = self.code
+        if code.memory_check is not None:
+            code.memory_check(tensors)
+        if code.model_check is not None:
+            code.model_check.check_step()
+        graph = self._graph_of(decision)
+        if graph is None and decision.graph_index != NO_GRAPH:
+            descriptor = BatchDescriptor(num_tokens)
+            decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
+        if self.running:
+            raise StepInProgress()
+        context, before, with_grad = self.context, CURRENT.get(), is_grad_enabled()
+        needs_context = graph is None or graph.runs_python
+        try:
+            self.running = True
+            context.metadata = metadata
+            context.decision = decision
+            context.num_tokens = num_tokens
+            if needs_context:
+                CURRENT.set(context)
+            if with_grad:
+                set_grad_enabled(False)
+            results: Sequence[Any]
+            copied = self._mark_copied if self._copied is not None else nothing
+            if graph is None:
+                copied()  # every input is read in place
+                if num_tokens < self._min_num_tokens:
+                    self.before_padding()
+                    results = self.code.run_padded(tensors, sizes)
+                else:
+                    results = self.code.run(tensors)
+            else:
+                if graph.metadata is not None:
+                    graph.metadata.check(metadata)
+                if graph.reads is not None:
+                    graph.reads.check(context)
+                results = graph.replay(tensors, sizes, copied)
+            self.running = False
+            if needs_context:
+                CURRENT.set(before)
+            if with_grad:
+                set_grad_enabled(True)
+        except BaseException:  # also an interrupt between two of the lines above
+            self.running = False
+            CURRENT.set(before)
+            set_grad_enabled(with_grad)
+            raise
+        self.usage.count(decision, num_tokens)
+        if self._poisons:
+            self._poison_old_results(graph)
+        return self._pack(results, tensors)
+
+    def _graph_of(self, decision: Decision) -> StepGraph | None:
+        """Raises DecisionOfAnother unless `decision` is one of this model."""
+        try:
+            graph_index = decision.graph_index
+            if graph_index != NO_GRAPH:
+                expected = self.dispatcher.plan.entries[graph_index].descriptor
+                if decision.descriptor is not expected and decision.descriptor != expected:
+                    raise DecisionOfAnother(decision=decision)
+            return self._graphs[graph_index]
+        except (AttributeError, IndexError):
+            raise DecisionOfAnother(decision=decision) from None
+
+    def reads_in_place(self, decision: Decision) -> frozenset[str]:
+        """See `PreparedModel.reads_in_place`."""
+        inputs, owned = self.code.compiled.plan.inputs, self.code.owned_inputs
+        without_graph = self._graphs[decision.graph_index] is None
+        return frozenset(
+            each.label for each in inputs if without_graph or each.written or each.label in owned
+        )
+
+    def copied(self) -> Event:
+        """See `PreparedModel.copies_done`."""
+        if self._copied is None:
+            self._copied = self._event()
+        return self._copied
+
+    def _mark_copied(self) -> None:
+        """The work so far has read all inputs that are copied."""
+        self._copied = self._event()
+
+    def padded_runs(
+        self, padded: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], model: Any
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The code, and the uncompiled `model`, on a step's inputs padded to given sizes, or to
+        the lowest."""
+        tensors, sizes = self._bind(None, *args, **kwargs)
+
+        def code() -> Any:
+            return self._pack(self.code.run_padded(tensors, sizes, padded), tensors)
+
+        def uncompiled() -> Any:
+            views = self.code.padded(tensors, sizes, padded).views
+            by_input = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
+            padded_args, padded_kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: by_input.get(id(tensor), tensor), (args, kwargs)
+            )
+            return model(*padded_args, **padded_kwargs)
+
+        return code, uncompiled
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` about each step from now on."""
+        self._observers = (*self._observers, observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop telling `observer`. Idempotent."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+
+    def keep(self, count: int) -> None:
+        """Log the last `count` steps; 0 ends the log."""
+        if self.step_log is not None:
+            self.unobserve(self.step_log)
+        self.step_log = StepLog(self.dispatcher, count) if count else None
+        if self.step_log is not None:
+            self.observe(self.step_log)
+
+    def forget_results(self) -> None:
+        """All graphs are freed: the results of the last one are not poisoned."""
+        self._last_graph = None
+
+    def close(self) -> None:
+        """Steps raise ModelClosed from now on. All graphs were released."""
+        self._bind = _refuse
+        self.before_padding = nothing
+        self.context.layers = {}
+        self.code.close()
+
+    def _poison_old_results(self, graph: StepGraph | None) -> None:
+        """Poison the results of the last graph, unless `graph` has just overwritten them."""
+        if self._last_graph is not None and self._last_graph is not graph:
+            self._last_graph.poison()
+        self._last_graph = graph
+
+    @contextmanager
+    def _observing(
+        self, decision: Decision, args: Any, kwargs: Any, metadata: Any
+    ) -> Iterator[None]:
+        """Tell the observers of a step that runs inside, and nobody of its own call of `run`."""
+        observers, self._observers = self._observers, ()
+        raised: BaseException | None = None
+        try:
+            for observer in observers:
+                observer.began(decision, args, kwargs, metadata)
+            yield
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            self._observers = observers
+            done = decision if raised is not None else self.context.decision
+            for observer in reversed(observers):
+                observer.ended(done, self.context.num_tokens, raised)
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise ModelClosed()

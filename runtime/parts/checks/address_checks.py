@@ -1,0 +1,331 @@
+"""Addresses and forms of long-lived tensors, recorded at a capture and compared in later steps.
+
+A graph reads weights, caches and workspaces at their captured addresses. If one was moved or freed,
+or has another form, every replay would be silently wrong; comparing makes it an error that names
+the tensor.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from itertools import cycle
+from operator import attrgetter
+from typing import Any, NoReturn
+from weakref import ref
+
+from torch import Tensor, nn
+
+from ....compile.ir.serialization import dtype_name
+from ....errors import HostValueChanged, MovedTensor
+from ....torch_compat.basics.modules import Place, place_reader
+from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
+from .shared_memory import named_weights
+
+Read = Callable[[], Place | None]
+"""Reads the place of the tensor that a name refers to now; None if it was freed."""
+
+CHECKED_PER_STEP = 2
+"""How many tensors a step compares, in turn, once all were found in place. A replaced one among n
+is noticed within n / 2 steps, or immediately when a step or `refresh` compares all."""
+
+
+class _Watched:
+    """A name, and how to read the place of the tensor that it refers to now."""
+
+    __slots__ = ("name", "read")
+
+    def __init__(self, name: str, read: Read) -> None:
+        self.name = name
+        self.read = read
+
+
+class Addresses:
+    """The watched tensors of one prepared model, by name. `address` is the backend's.
+
+    `changes` counts events after which sampling is not enough: a name was given to another tensor,
+    or a tensor was found moved. Each snapshot then compares all once before it samples again.
+    """
+
+    __slots__ = ("_parts", "_place", "_tensors", "_watched", "address", "changes")
+
+    def __init__(self, address: Callable[[Tensor], int]) -> None:
+        def place(tensor: Tensor) -> Place:
+            return address(tensor), tensor.shape, tensor.stride(), tensor.dtype
+
+        self.address = address
+        self._place = place
+        self.changes = 0
+        self._watched: dict[str, _Watched] = {}
+        self._parts: dict[str, list[str]] = {}
+        self._tensors: dict[str, ref[Tensor]] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that `watch` was given and that are still alive."""
+        alive = {name: tensor() for name, tensor in self._tensors.items()}
+        return {name: tensor for name, tensor in alive.items() if tensor is not None}
+
+    def watch(self, name: str, tensor: Tensor) -> None:
+        """Watch the memory of a tensor without keeping it alive, so that freeing it is noticed.
+
+        The tensor may be a view: its memory counts, not the Python object, which may be dropped. A
+        name that is watched already refers to the new tensor from now on; earlier snapshots are
+        stale.
+        """
+        alive, storage = ref(tensor), weak_storage(tensor)
+        self._tensors[name] = alive
+        then = self._place(tensor)
+
+        def read() -> Place | None:
+            now = alive()
+            if now is not None:
+                return self._place(now)
+            return then if is_used(storage) else None
+
+        self._watch(name, read)
+        self._parts[name] = [name]
+
+    def watch_read(self, name: str, read: Callable[[], Any]) -> None:
+        """Watch the tensor that `read` returns, which may be another one at each call."""
+
+        def place_of(part: str) -> Place | None:
+            try:
+                return self._place(attrgetter(part)(read()) if part else read())
+            except (AttributeError, TypeError):
+                return None
+
+        parts = list(_attributes(read()))
+        self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
+        for label, part in zip(self._parts[name], parts, strict=True):
+            self._watch(label, partial(place_of, part))
+
+    def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
+        those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
+        for name, tensor in (dict(named_weights(module)) if weights is None else weights).items():
+            parts = list(_attributes(tensor))
+            self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
+            for label, part in zip(self._parts[name], parts, strict=True):
+                self._watch(label, place_reader(module, name, self.address, part))
+
+    def follow(self, before: Addresses) -> None:
+        """Also watch all that `before` watches."""
+        self._watched = {**before._watched, **self._watched}
+        self._parts = {**before._parts, **self._parts}
+        self._tensors = {**before._tensors, **self._tensors}
+
+    def _watch(self, name: str, read: Read) -> None:
+        if name in self._watched:
+            self._watched[name].read = read
+            self.changes += 1
+        else:
+            self._watched[name] = _Watched(name, read)
+
+    def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
+        """Current places of the tensors called `names`, by default of all watched ones."""
+        names = self._parts if names is None else names
+        parts = [part for name in names for part in self._parts[name]]
+        return Snapshot(self, [self._watched[part] for part in parts])
+
+
+class Snapshot:
+    """The places that one recording, or the compiled code without a graph, relies on."""
+
+    __slots__ = ("_addresses", "_entries", "_in_turn", "_trusted", "values")
+
+    def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
+        self._addresses = addresses
+        self._entries = [(each, each.read()) for each in watched]
+        starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
+        in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
+        self._in_turn = cycle(in_turn)
+        self._trusted = -1  # `changes` when all were last found in place
+        self.values: tuple[HostValue, ...] = ()
+        """What the recording has the value of. All are compared in every step."""
+
+    def moved(self) -> list[str]:
+        """Names of tensors that were moved or freed or have another form; a recording with any is
+        stale."""
+        names = [watched.name for watched, then in self._entries if watched.read() != then]
+        return names + [value.name for value in self.values if value.changed()]
+
+    def check_step(self) -> None:
+        """Compare all at the first step and after a change, otherwise the next few in turn.
+
+        Raises MovedTensor, and HostValueChanged.
+        """
+        for value in self.values:
+            if value.changed():
+                raise HostValueChanged(where=value.where, name=value.name)
+        if self._trusted != self._addresses.changes:
+            self.check()
+            self._trusted = self._addresses.changes
+            return
+        for watched, then in next(self._in_turn):
+            if watched.read() != then:
+                self._moved(watched, then)
+
+    def check(self) -> None:
+        """Compare all. Raises MovedTensor for the first that differs."""
+        for watched, then in self._entries:
+            if watched.read() != then:
+                self._moved(watched, then)
+
+    def _moved(self, watched: _Watched, then: Place | None) -> NoReturn:
+        self._addresses.changes += 1
+        _raise_moved(watched.name, then, watched.read())
+
+    def addresses(self) -> set[int]:
+        """The addresses that were recorded."""
+        return {place[0] for _, place in self._entries if place is not None}
+
+
+class HostValue:
+    """A tensor on the host whose value a graph has, and the user's line that read it."""
+
+    __slots__ = ("_tensor", "_then", "name", "where")
+
+    def __init__(self, name: str, tensor: Tensor, where: str | None) -> None:
+        self.name = name
+        self.where = where
+        self._tensor = tensor
+        self._then = self._bytes()
+
+    def changed(self) -> bool:
+        return self._bytes() != self._then
+
+    def _bytes(self) -> bytes:
+        """The first of the memory; that of a scalar is compared as a whole."""
+        memory = self._tensor.untyped_storage()
+        return ctypes.string_at(memory.data_ptr(), min(memory.nbytes(), 1024))
+
+
+def _raise_moved(name: str, then: Place | None, now: Place | None) -> NoReturn:
+    """Name what differs: the address, or else the form."""
+    if then is None or now is None or then[0] != now[0]:
+        recorded, current = ("freed" if place is None else hex(place[0]) for place in (then, now))
+    else:
+        recorded, current = (
+            f"{dtype_name(of_dtype)}{list(shape)} with strides {tuple(strides)}"
+            for _, shape, strides, of_dtype in (then, now)
+        )
+    raise MovedTensor(name=name, recorded=recorded, now=current)
+
+
+def _attributes(tensor: Tensor | None) -> Iterable[str]:
+    """Attribute paths from a tensor to the tensors that hold its memory; "" for itself."""
+    inner = {} if tensor is None else subclass_parts(tensor)[0]
+    if not inner:
+        yield ""
+    for name, part in inner.items():
+        for rest in _attributes(part):
+            yield f"{name}.{rest}".rstrip(".")
+
+
+class MetadataAddresses:
+    """Addresses and forms of those tensors of the capture's metadata that a graph reads, by path.
+
+    A graph reads them where and as they were at capture, so a step must be given the same memory in
+    the same form. Only the number of rows may differ: a graph reads as many as at its capture.
+    Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY, or
+    of four times as many as there are. In every other step METADATA_PER_STEP are compared, in turn;
+    layers that share a tensor count as one.
+    """
+
+    __slots__ = ("_every", "_expected", "_in_turn", "_steps")
+
+    def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
+        read = {
+            path: tensor
+            for path, tensor in tensors_by_path("metadata", metadata)
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
+        }
+        self._expected = {path: _place(t) for path, t in read.items()}
+        self._every = max(METADATA_CHECK_EVERY, 4 * len(read))
+        paths = list({id(t): path for path, t in read.items() if _is_plain(path)}.values())
+        parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
+        self._in_turn = cycle(
+            [(_reader(p), [_without_rows(self._expected[q]) for q in p]) for p in parts or [[]]]
+        )
+        self._steps = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._expected)
+
+    def addresses(self) -> set[int]:
+        """The addresses that steps compare."""
+        return {place[0] for place in self._expected.values()}
+
+    def check(self, metadata: Any) -> None:
+        """Compare one step's metadata. Raises MovedTensor for a tensor in another place."""
+        self._steps += 1
+        if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every:
+            read, places = next(self._in_turn)
+            try:
+                if read(metadata) == places:
+                    return
+            except (AttributeError, LookupError, TypeError):  # metadata of another form
+                pass
+        for path, tensor in tensors_by_path("metadata", metadata):
+            then = self._expected.get(path)
+            if then is None or not tensor.numel():
+                continue
+            if _without_rows(now := _place(tensor)) != _without_rows(then):
+                _raise_moved(path, then, now)
+
+
+STEPS_WITH_METADATA_CHECK = 3
+METADATA_CHECK_EVERY = 64
+METADATA_PER_STEP = 4
+_DEPTH = 4
+_PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
+
+
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _without_rows(place: Place) -> Place:
+    return place[0], place[1][1:], *place[2:]
+
+
+def _is_plain(path: str) -> bool:
+    """Whether `path` is an expression of attributes and of keys that are text or numbers."""
+    try:
+        return all(isinstance(node, _PLAIN) for node in ast.walk(ast.parse(path, mode="eval")))
+    except SyntaxError:
+        return False
+
+
+def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
+    """A function from metadata to the places of the tensors at `paths`, without their rows:
+    one frame a step."""
+    place = "((t := {}).data_ptr(), t.shape[1:], t.stride(), t.dtype)"
+    places = ", ".join(place.format(path) for path in paths)
+    read: Callable[[Any], list[Place]] = eval(f"lambda metadata: [{places}]")
+    return read
+
+
+def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
+    """The tensors in containers and attributes, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if depth == _DEPTH or value is None or isinstance(value, (bool, int, float, str, bytes, type)):
+        return
+    items: Iterable[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    elif not hasattr(value, "__dict__") and not is_dataclass(value):
+        return
+    else:
+        names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
+        items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
+    for place, item in items:
+        yield from tensors_by_path(place, item, depth + 1)

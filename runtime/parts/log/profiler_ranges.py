@@ -1,0 +1,78 @@
+"""Ranges that profilers show: step, graph, piece with its layers, splitting op. Off by default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.profiler import record_function
+
+from ....compile.ir.plan import CallStep, PieceStep, Plan
+from ....compile.plan.codegen import Hook
+from ....dispatch import Decision
+from .step_log import StepObserver
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def piece_names(plan: Plan) -> list[str]:
+    """A name for each use of a piece: `piece 1 layers 6-7`, after the weights that it reads."""
+    targets = {weight.name: weight.target for weight in plan.weights}
+    return [
+        f"piece {step.piece}{_layers(targets.get(name, '') for name in step.args)}"
+        for step in plan.steps
+        if isinstance(step, PieceStep)
+    ]
+
+
+def call_names(plan: Plan) -> list[str]:
+    """A name for each call of a splitting op: `op attention layer 7`, after its text arguments."""
+    return [_call_name(step) for step in plan.calls()]
+
+
+def _call_name(step: CallStep) -> str:
+    texts = (each for each in [*step.args, *step.kwargs.values()] if isinstance(each, str))
+    return f"op {step.op.rpartition('::')[2].partition('.')[0]}{_layers(texts)}"
+
+
+def _layers(names: Iterable[str]) -> str:
+    """` layer 7` or ` layers 6-7`, by the first number in each dotted name; empty without one."""
+    layers = sorted({int(match[1]) for name in names if (match := _NUMBER.search(name))})
+    if not layers:
+        return ""
+    return f" layer {layers[0]}" if len(layers) == 1 else f" layers {layers[0]}-{layers[-1]}"
+
+
+def ranged(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` inside a range of this name."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(name):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def range_hooks(plan: Plan) -> tuple[Hook, Hook]:
+    """The hooks of `CompiledModel.link` that put each piece and each splitting op into a range."""
+    pieces, calls = piece_names(plan), call_names(plan)
+    return (
+        lambda use, piece: ranged(pieces[use], piece),
+        lambda use, op: ranged(calls[use], op),
+    )
+
+
+class StepRanges(StepObserver):
+    """Puts each step into a range: `step FULL 8 exact`."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def began(self, decision: Decision, *step: Any) -> None:
+        name = f"step {decision.mode.name} {decision.descriptor.num_tokens} {decision.reason.value}"
+        self._open = record_function(name)
+        self._open.__enter__()
+
+    def ended(self, *step: Any) -> None:
+        self._open.__exit__(None, None, None)

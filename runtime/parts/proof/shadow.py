@@ -1,0 +1,528 @@
+"""Steps proved while a model serves: one in N runs again, uncompiled, from the same state.
+
+What a step may write is known: inputs that the model writes to, its own weights and buffers,
+tensors in `layers`, watched tensors. Their rows are kept before the step and restored for the
+second run. A write to any other memory is refused before it happens, and no further step is proved.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....compile.guards.tolerance import Excess, differences, excess
+from ....compile.ir.config import TOKENS
+from ....compile.ir.locations import first_line
+from ....compile.ir.ops import is_custom, tensors_in, written_by
+from ....config import Shadow
+from ....dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
+from ....torch_compat.basics.ops import call_kernel, op_name
+from ....torch_compat.basics.tensors import (
+    TorchDispatchMode,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
+from ...capture.dummy_batch import model_state, preserve_rng_state
+from ...core.preserved import Kept, StateTooLarge
+from ...core.records import Records, ShadowStopped, WrongStep
+from ...core.step_file import write_steps
+from ...core.steps import Steps
+from ...forward_context import ForwardContext, forward_context
+from ..checks.address_checks import tensors_by_path
+from ..seal.monitor import allow_compilation
+
+MOST_STATE = 1 << 30
+"""Bytes of state that a proof may keep. Steps that write more are skipped."""
+
+UNSTEADY = "two uncompiled runs differ"
+MOST_UNSTEADY = 8
+"""Such steps in the beginning, until no more are proved. An engine's warm-up may have some."""
+
+MOST_FILES = 8
+"""Wrong steps that are saved."""
+
+Run = Callable[..., Any]
+Keep = Callable[[Any, Decision], Any]
+
+
+class Cause(StrEnum):
+    """What is out of service after a wrong step: the largest set that shares its cause."""
+
+    GRAPH = "graph"
+    MODE = "graphs of the mode"
+    GRAPHS = "all graphs"
+    CODE = "compiled code"
+    BUNDLE = "bundle"
+    NOTHING = "nothing"
+
+
+class Stopped(StrEnum):
+    """Why no further step is proved."""
+
+    UNDECLARED = "an op writes to memory that is not known as state"
+    RANDOM = "an op draws random numbers"
+    UNSTEADY = "two uncompiled runs from the same state differ"
+    FAILED = "the uncompiled model failed on the step's real rows"
+    RANKS = "there are several ranks"
+
+
+class NotRepeatable(Exception):
+    """A step cannot be run again; `reason` says why."""
+
+    def __init__(self, reason: Stopped, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+Captured = Callable[[], list[tuple[int, RuntimeMode, Mapping[str, int]]]]
+"""Index, mode and sizes of each captured graph."""
+
+TakeOut = Callable[[Cause, Collection[int], str], Cause]
+"""Use graphs, or compiled code, no more, for a reason; gives what is out of service."""
+
+
+@dataclass
+class _Step:
+    """A step to prove: how it ran, its inputs, and the state before it."""
+
+    decision: Decision
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    metadata: Any
+    recorded: Any
+    """Of the metadata, without its padding."""
+    state: dict[str, Tensor]
+    before: Kept
+    after: Kept
+    results: Any = None
+    num_tokens: int = 0
+    written: list[Tensor] | None = None
+    """Elements of each tensor of `state` that the uncompiled model changes."""
+
+
+class ShadowSteps:
+    """Proves steps of one model. `uncompiled` is the model as it was given to `prepare`.
+
+    `captured` and `take_out` are methods of a model that this does not keep alive. `folder` is
+    where wrong steps are saved; None makes one.
+    """
+
+    def __init__(
+        self,
+        settings: Shadow,
+        steps: Steps,
+        records: Records,
+        captured: Captured,
+        take_out: TakeOut,
+        uncompiled: Run,
+        folder: Path | None,
+    ) -> None:
+        self.proved: Counter[tuple[str, int]] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.keep: Keep = _as_it_is
+        self.rebuild: Keep = _as_it_is
+        self._settings = settings
+        self._steps = steps
+        self._records = records
+        self._captured = weakref.WeakMethod(captured)
+        self._take_out = weakref.WeakMethod(take_out)
+        self._uncompiled = uncompiled
+        self._folder = folder
+        self._left = settings.every
+        self._began = perf_counter()
+        self._stopped = False
+        self._steady = False
+        self._waits = False
+        self._waiting: _Step | None = None
+
+    def around(self, run: Run) -> Run:
+        """`run` with a proof of each N-th step."""
+
+        def proving(
+            decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
+        ) -> Any:
+            self._left -= 1
+            if self._left > 0 or self._stopped:
+                return run(decision, args, kwargs, metadata, stated)
+            return self._due(run, decision, args, kwargs, metadata, stated)
+
+        return proving
+
+    def idle(self) -> bool:
+        """Prove the step that waits; whether there was one. From now on steps wait for this."""
+        self._waits = True
+        step, self._waiting = self._waiting, None
+        if step is None or self._stopped:
+            return False
+        state = self._state(step.args, step.kwargs)
+        if any(now is not step.state.get(name) for name, now in state.items()):
+            self.skipped["state was replaced"] += 1
+            return False
+        self._timed(step)
+        return True
+
+    def stop(self, reason: Stopped, detail: str = "") -> None:
+        """Prove no further step."""
+        if not self._stopped:
+            self._stopped, self._waiting = True, None
+            self._records.add(ShadowStopped(reason.value, detail))
+
+    def facts(self) -> dict[str, Any]:
+        """For the report."""
+        stopped = self._records.of(ShadowStopped)
+        return {
+            "every": self._settings.every,
+            "stopped": f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None,
+            "proved": [
+                {"mode": mode, "num_tokens": size, "count": count}
+                for (mode, size), count in sorted(self.proved.items())
+            ],
+            "wrong": [wrong.facts() for wrong in self._records.of(WrongStep)],
+            "skipped": dict(self.skipped),
+            "seconds": self.seconds,
+            "share": self.seconds / max(perf_counter() - self._began, 1e-9),
+        }
+
+    def _due(
+        self,
+        run: Run,
+        decision: Decision,
+        args: Any,
+        kwargs: Any,
+        metadata: Any,
+        stated: int | None,
+    ) -> Any:
+        """Run a step and prove it, or keep it until the engine is idle.
+
+        A step that cannot be proved leaves the next one due.
+        """
+        step = (decision, args, kwargs, metadata, stated)
+        if decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced:
+            return run(*step)
+        self._left = self._settings.every
+        elapsed = perf_counter() - self._began
+        if self._waiting is not None or self.seconds > self._settings.share * elapsed:
+            self.skipped["waiting" if self._waiting else "budget"] += 1
+            return run(*step)
+        began = perf_counter()
+        try:
+            due = self._kept(decision, args, kwargs, metadata)
+        except StateTooLarge:
+            self.skipped[f"state above {MOST_STATE >> 20} MiB"] += 1
+            return run(*step)
+        except Exception as error:
+            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
+            return run(*step)
+        self.seconds += perf_counter() - began
+        due.results = run(*step)
+        due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
+        if not due.num_tokens:
+            return due.results
+        due.after = due.before.now()
+        if self._waits:
+            due.results = _copied(due.results)
+            self._waiting = due
+            return due.results
+        return self._timed(due)
+
+    def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
+        recorded = self.keep(metadata, decision)
+        if self._waits:
+            args, kwargs = _copied((args, dict(kwargs)))
+            recorded = copy.deepcopy(recorded)
+        pointers = tensors_in((args, kwargs))
+        pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
+        state = self._state(args, kwargs)
+        before = Kept(list(state.values()), pointers, most=MOST_STATE)
+        return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
+
+    def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
+        """What a step may write, by name: each memory once."""
+        compiled, context = self._steps.code.compiled, self._steps.context
+        written = [item.written for item in compiled.plan.inputs]
+        inputs = tensors_in((args, kwargs))
+        named = {
+            **{f"state {n}": tensor for n, tensor in enumerate(model_state(compiled))},
+            **dict(tensors_by_path("layers", context.layers)),
+            **self._steps.code.addresses.tensors(),
+        }
+        if any(written):
+            named |= {f"input {n}": tensor for n, tensor in enumerate(inputs)}
+        each_once = {storage_id(tensor): (name, tensor) for name, tensor in named.items()}
+        return dict(each_once.values())
+
+    def _timed(self, step: _Step) -> Any:
+        began = perf_counter()
+        with_grad = torch.is_grad_enabled()
+        try:
+            with allow_compilation(), torch.no_grad(), preserve_rng_state():
+                return self._proved(step)
+        finally:
+            torch.set_grad_enabled(with_grad)
+            self.seconds += perf_counter() - began
+
+    def _proved(self, step: _Step) -> Any:
+        """The step's results, or those of the uncompiled model if they are others."""
+        now = step.after.now() if self._waits else step.after
+        results = _copied(step.results)
+        try:
+            expected = self._again(step)
+            got = self._compared(step, results, step.before, step.after)
+            if not self._steady:
+                if bool(differences(expected, self._again(step)).any()):
+                    self.skipped[UNSTEADY] += 1
+                    if self.skipped[UNSTEADY] == MOST_UNSTEADY:
+                        raise NotRepeatable(Stopped.UNSTEADY, "")
+                    return step.results
+                self._steady = True
+            wrong = excess(expected, got, lambda: self._again(step))
+        except NotRepeatable as error:
+            self.stop(error.reason, error.detail)
+            return step.results
+        except Exception as error:
+            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
+            return step.results
+        finally:
+            now.restore()
+        decision = step.decision
+        self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
+        if wrong is None:
+            return step.results
+        try:
+            cause, graphs = self._cause(step, expected)
+        finally:
+            now.restore()
+        if self._waits:  # later steps have built on what it wrote
+            right = step.results
+        else:
+            right, *_ = self._again(step)
+        self._book(step, wrong, cause, graphs)
+        return right
+
+    def _again(self, step: _Step) -> Any:
+        """The uncompiled model on the real rows."""
+        decision, known = _without_graph(step.num_tokens), [*step.state.values()]
+
+        def run(metadata: Any) -> Any:
+            with self._context(step, decision, metadata), _Declared(known):
+                return self._uncompiled(*step.args, **step.kwargs)
+
+        return self._compared(step, *self._run(step, decision, run))
+
+    def _run(
+        self, step: _Step, decision: Decision, run: Run, start: Kept | None = None
+    ) -> tuple[Any, Kept, Kept]:
+        """What `run(metadata)` gives from a state, that before the step unless one is given, and
+        the state around it."""
+        (start or step.before).restore()
+        same = decision.descriptor == step.decision.descriptor and not self._waits
+        metadata = step.metadata if same else self.rebuild(step.recorded, decision)
+        before = step.before.now()  # with the metadata of this decision
+        results = _copied(run(metadata))
+        return results, before, step.before.now()
+
+    def _compared(self, step: _Step, results: Any, before: Kept, after: Kept) -> Any:
+        """What two runs must have in common: results, what is in the memory that the uncompiled
+        model writes (the first run that is compared), and whether other memory was written."""
+        changed = before.changed(after)
+        step.written = step.written or changed
+        elsewhere = _but(changed, step.written)
+        for start in (step.before, after):  # what is written may be what was there in one of them
+            if any(map(torch.any, elsewhere)):
+                model = self._padded_runs(step)[1]
+                _, unpadded, padded = self._run(step, step.decision, model, start)
+                elsewhere = _but(elsewhere, unpadded.changed(padded))
+        return results, after.rows_of(step.written), any(map(torch.any, elsewhere))
+
+    def _cause(self, step: _Step, expected: Any) -> tuple[Cause, list[int]]:
+        """What shares the cause of a wrong step, by running it in lower modes."""
+        decision, mode, captured = step.decision, step.decision.mode, self._graphs()
+        every = [index for index, _, _ in captured]
+        if not self._right(step, _without_graph(step.num_tokens), expected):
+            return (Cause.CODE if self._steps.code.compiled.traced else Cause.NOTHING), every
+        if mode is RuntimeMode.NONE:
+            return Cause.NOTHING, []  # wrong once
+        if decision.descriptor.num_tokens != step.num_tokens:
+            code, model = self._padded_runs(step)
+            if not self._same(step, decision, model, expected):
+                return Cause.GRAPHS, every  # padding reaches real rows
+            if not self._same(step, decision, code, expected):
+                return Cause.CODE, every
+        padded = self._padded_sizes(decision)
+        for index, other, sizes in captured:
+            lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
+            if lower and not self._right(step, self._on_graph(index), expected):
+                return Cause.GRAPHS, every
+        rebuilt = step.metadata is None or self.rebuild is not _as_it_is
+        for index, other, sizes in captured:
+            another = other is mode and index != decision.graph_index
+            fits = sizes[TOKENS] >= step.num_tokens
+            if rebuilt and another and fits and self._right(step, self._on_graph(index), expected):
+                return Cause.GRAPH, [decision.graph_index]
+        return Cause.MODE, [index for index, other, _ in captured if other is mode]
+
+    def _on_graph(self, index: int) -> Decision:
+        entry = self._steps.dispatcher.plan.entries[index]
+        return Decision(entry.mode, entry.descriptor, index, Reason.EXCLUDED)
+
+    def _right(self, step: _Step, decision: Decision, expected: Any) -> bool:
+        """Whether the step as decided does the same."""
+
+        def run(metadata: Any) -> Any:
+            return self._steps.run(decision, step.args, dict(step.kwargs), metadata, None)
+
+        return self._same(step, decision, run, expected)
+
+    def _padded_sizes(self, decision: Decision) -> Mapping[str, int]:
+        """Of the step's graph; empty if it ran without one."""
+        return next((sizes for i, _, sizes in self._graphs() if i == decision.graph_index), {})
+
+    def _graphs(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
+        list_captured = self._captured()
+        return [] if list_captured is None else list_captured()
+
+    def _padded_runs(self, step: _Step) -> list[Run]:
+        """Compiled code, and the model, on inputs padded as those of the step."""
+        sizes = self._padded_sizes(step.decision)
+        runs = self._steps.padded_runs(sizes, step.args, dict(step.kwargs), self._uncompiled)
+
+        def in_context(run: Run, metadata: Any) -> Any:
+            with self._context(step, step.decision, metadata):
+                return run()
+
+        return [partial(in_context, run) for run in runs]
+
+    def _context(
+        self, step: _Step, decision: Decision, metadata: Any
+    ) -> AbstractContextManager[ForwardContext]:
+        layers = self._steps.context.layers
+        return forward_context(ForwardContext(layers, metadata, decision, step.num_tokens))
+
+    def _same(self, step: _Step, decision: Decision, run: Run, expected: Any) -> bool:
+        """Whether a run from the state before the step does the same; what raises does not."""
+        try:
+            results, before, after = self._run(step, decision, run)
+            got = self._compared(step, _real_rows(results, expected[0]), before, after)
+            return excess(expected, got, lambda: self._again(step)) is None
+        except Exception:
+            return False
+
+    def _book(self, step: _Step, wrong: Excess, cause: Cause, graphs: list[int]) -> None:
+        take_out, decision = self._take_out(), step.decision
+        entries = self._steps.dispatcher.plan.entries
+        names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
+        file = self._saved(step)
+        apart, tolerance = wrong.difference, wrong.tolerance
+        reason = f"a step of {step.num_tokens} tokens differs by {apart:.3g} > {tolerance:.3g}"
+        out = cause if take_out is None else take_out(cause, graphs, reason)
+        self._records.add(
+            WrongStep(
+                decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
+                decision.graph_index, apart if isfinite(apart) else None, tolerance, out.value,
+                names, str(file) if file else None,
+            )
+        )  # fmt: skip
+
+    def _saved(self, step: _Step) -> Path | None:
+        """The step in a file, from the state before it."""
+        number = len(self._records.of(WrongStep))
+        if number >= MOST_FILES:
+            return None
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="piecegraph-shadow-"))
+        file = self._folder / f"step-{number}.pt"
+        state = dict(zip(step.state, step.before.contents(), strict=True))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            row = (step.args, step.kwargs, _batch(step), step.recorded)
+            write_steps(file, [row], state)
+        except Exception as error:  # metadata that pickle refuses, a full disk
+            self._records.events.emit("shadow.not_saved", reason=first_line(error))
+            return None
+        return file
+
+
+class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises NotRepeatable before an operator writes to memory that is neither made inside nor
+    `known`, or draws random numbers. It sees operators inside Python ops, too."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._may_write = set(map(storage_id, known))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotRepeatable(Stopped.RANDOM, op_name(func))
+        for tensor in written_by(func, args, given):
+            if tensor.numel() and storage_id(tensor) not in self._may_write:
+                raise NotRepeatable(Stopped.UNDECLARED, f"{op_name(func)} {list(tensor.shape)}")
+        if is_custom(func):
+            with self:
+                result = call_kernel(func, args, given)
+        else:
+            result = func(*args, **given)
+        read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
+        fresh = {storage_id(each) for each in tensors_in(result)}
+        self._may_write |= fresh - {storage_id(each) for each in read}
+        return result
+
+
+def _as_it_is(metadata: Any, decision: Decision) -> Any:
+    return metadata
+
+
+def _real_rows(results: Any, expected: Any) -> Any:
+    """Results of padded inputs, cut to the shapes of those expected."""
+    got, wanted = tree_leaves(results), tree_leaves(expected)
+    if len(got) != len(wanted):
+        return results
+    return [
+        one[tuple(slice(size) for size in other.shape)] if isinstance(one, Tensor) else one
+        for one, other in zip(got, wanted, strict=True)
+    ]
+
+
+def _copied(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _but(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [one & ~other for one, other in zip(some, others, strict=True)]
+
+
+def _without_graph(num_tokens: int) -> Decision:
+    return Decision(RuntimeMode.NONE, BatchDescriptor(num_tokens), NO_GRAPH, Reason.EXCLUDED)
+
+
+def _batch(step: _Step) -> Batch:
+    """A batch that is dispatched as the step was."""
+    descriptor, tokens = step.decision.descriptor, step.num_tokens
+    query_len = descriptor.uniform_query_len
+    others = 1 if descriptor.for_decode else tokens  # one request: a limit on them is not exceeded
+    return Batch(
+        tokens,
+        -(-tokens // (query_len or descriptor.max_query_len or others)),
+        is_decode=descriptor.for_decode,
+        query_len=query_len,
+        num_loras=descriptor.lora_case,
+        max_query_len=descriptor.max_query_len,
+        axes=dict(descriptor.axes) or None,
+    )

@@ -1,0 +1,228 @@
+"""Detects work that must not happen after `seal()`: compiling, autotuning, capturing.
+
+Dynamo, Inductor and its autotuner report to torch's structured trace, which tlparse reads as well;
+listening there imports neither and costs nothing while nothing compiles. Triton calls its
+compilation listener. The beginning of every CUDA graph, and of every capture on the model's
+backend, is hooked. Work in a thread that is not the model's, or inside `allow_compilation()`, such
+as the preparation of another model, is no violation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....config import AfterSeal
+from ....errors import WorkAfterSeal
+from ....torch_compat.basics.structured_trace import TRACE_LOGGER
+from ...backends.protocol import GraphBackend
+from ...core.records import Records
+from ...forward_context import CURRENT, ForwardContext
+
+_ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
+
+
+class Kind(StrEnum):
+    """Work that must not happen after `seal()`."""
+
+    TRACE = "Dynamo trace"
+    RECOMPILE = "Dynamo recompile"
+    INDUCTOR = "Inductor compile"
+    AUTOTUNING = "autotuning"
+    TRITON = "Triton compile"
+    CAPTURE = "unplanned capture"
+
+
+_SPANS = {
+    "inductor_compile": Kind.INDUCTOR,
+    "CachingAutotuner.benchmark_all_configs": Kind.AUTOTUNING,
+    "CachingAutotuner.coordinate_descent_tuning": Kind.AUTOTUNING,
+}
+"""Spans of torch's trace by name; those that end in `_template_autotuning` are autotuning too."""
+
+
+@contextmanager
+def allow_compilation() -> Iterator[None]:
+    """Compiling and capturing inside the block is no violation of `seal()`."""
+    token = _ALLOWED.set(True)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+class Monitor:
+    """Watches from `start` to `stop` for one model whose steps run in `context`."""
+
+    def __init__(
+        self,
+        policy: AfterSeal,
+        records: Records,
+        backend: GraphBackend,
+        context: ForwardContext,
+    ) -> None:
+        self._policy = policy
+        self._records = records
+        self._backend = backend
+        self._context = context
+        self._thread: int | None = None
+        self._handler: _TraceHandler | None = None
+        self._hooks: list[_Hook] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether the model is sealed."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Watch the steps of the model, and all work of the calling thread. Idempotent."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            self._records.events.emit("seal")
+            self._handler = _TraceHandler(self._saw)
+            logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
+            self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
+            if self._backend.name != "cuda":  # whose captures begin a CUDA graph
+                self._hooks.append(_Hook(type(self._backend), "begin", self._saw_begin))
+            if knobs := _triton_knobs():
+                self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
+
+    def stop(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._handler is not None:
+            logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
+            self._thread = self._handler = None  # no cycle keeps the layers alive
+            while self._hooks:
+                self._hooks.pop().stop()
+
+    def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
+        if not cache_hit:
+            self._saw(Kind.TRITON, f"kernel {src.name}")
+
+    def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
+        self._saw(Kind.CAPTURE, "a CUDA graph")
+
+    def _saw_begin(self, backend: GraphBackend, *args: Any) -> None:
+        if backend is self._backend:
+            self._saw(Kind.CAPTURE, f"a graph on backend {backend.name}")
+
+    def _saw(self, kind: Kind, detail: str) -> None:
+        in_step = CURRENT.get() is self._context
+        if _ALLOWED.get() or not (in_step or threading.get_ident() == self._thread):
+            return
+        self._records.events.count("after_seal." + kind.name.lower())
+        if self._policy is AfterSeal.COUNT:
+            return
+        shape = _shape(self._context) if in_step else "no step"
+        facts = {"kind": kind.value, "detail": detail, "shape": shape, "stack": _callers()}
+        self._records.events.emit("after_seal", level=logging.WARNING, **facts)
+        ours = in_step or kind is Kind.CAPTURE
+        if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
+            place = f"in a step of {shape}" if in_step else "outside of steps"
+            raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
+
+
+class _TraceHandler(logging.Handler):
+    """Finds the beginning of tracing, compiling and autotuning in torch's structured trace."""
+
+    root_dir = None  # as in torch's own handlers: nothing is written
+
+    def __init__(self, saw: Callable[[Kind, str], None]) -> None:
+        super().__init__()
+        self._saw = saw
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Take no handler lock, and let an error of `saw` reach the code that compiles."""
+        metadata: dict[str, Any] = getattr(record, "metadata", {})
+        if "dynamo_start" in metadata:
+            again = metadata.get("frame_compile_id", 0) > 0
+            kind = Kind.RECOMPILE if again else Kind.TRACE
+            self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
+        elif "chromium_event" in metadata:
+            event = json.loads(record.payload)  # type: ignore[attr-defined]
+            work = _SPANS.get(event["name"])
+            if event["name"].endswith("_template_autotuning"):
+                work = Kind.AUTOTUNING
+            if work and event["ph"] == "B":
+                self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
+        return True
+
+
+class _Hook:
+    """Replaces `owner.name` by a function that calls `saw` and then the original, if any.
+
+    Hooks of several models wrap one another and are stopped in any order. A stopped hook that
+    others still wrap only calls the original, and is removed together with them.
+    """
+
+    def __init__(self, owner: Any, name: str, saw: Callable[..., None]) -> None:
+        self._owner = owner
+        self._name = name
+        self._before = before = getattr(owner, name)
+        self._stopped = False
+
+        def hook(*args: Any, **kwargs: Any) -> Any:  # a function, so that it can be a method
+            if not self._stopped:
+                saw(*args, **kwargs)
+            return before(*args, **kwargs) if before is not None else None
+
+        hook.piecegraph_hook = self  # type: ignore[attr-defined]
+        setattr(owner, name, hook)
+
+    def stop(self) -> None:
+        self._stopped = True
+        while (top := self._top()) is not None and top._stopped:
+            setattr(self._owner, self._name, top._before)
+
+    def _top(self) -> _Hook | None:
+        return getattr(getattr(self._owner, self._name), "piecegraph_hook", None)
+
+
+def _triton_knobs() -> Any:
+    """Triton's settings if it is loaded; the engine's own kernels load it."""
+    return getattr(sys.modules.get("triton"), "knobs", None)
+
+
+def _traced(stack: list[dict[str, Any]]) -> str:
+    """The function that Dynamo traces, from the stack in its record."""
+    if not stack:
+        return "a function"
+    frame = stack[-1]
+    return f"{frame.get('name')} at line {frame.get('line')}"
+
+
+def _shape(context: ForwardContext) -> str:
+    mode = context.decision.mode.name if context.decision else "no mode"
+    return f"{context.num_tokens} tokens in {mode}"
+
+
+def _frames() -> list[traceback.FrameSummary]:
+    """The caller's frames without those of torch, logging and this package."""
+    package = Path(__file__).parents[3]
+    ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
+    others = ("/torch/", "/logging/", "/triton/")
+    return [
+        frame
+        for frame in traceback.extract_stack()
+        if not frame.filename.startswith(ours) and not any(o in frame.filename for o in others)
+    ]
+
+
+def _callers() -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in _frames()[-8:]]
+
+
+def _caller() -> str | None:
+    frames = _frames()
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None

@@ -1,0 +1,237 @@
+"""Runs a capture strategy: at startup, between two steps, and in idle time.
+
+The queue chooses what to capture; the capturer applies the budgets. Every choice depends only on
+facts that all ranks share: the wanted graph, the step number, and outcomes of captures.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
+
+from ....config import Eager, Lazy, Strategy
+from ....dispatch import Batch, Decision, Dispatcher, RuntimeMode
+from ...backends.protocol import GraphBackend
+from ...capture.captures import Captures, GraphMaker
+from ...core.records import CaptureRecord, Records
+from ..ranks.ranks import Exchange
+from ..seal.monitor import allow_compilation
+from .admitted import CaptureBudget, LazyBytes
+from .graph_memory import GraphMemory
+from .memory_limit import MemoryLimit
+from .wanted import CaptureQueue
+
+
+class Capturer:
+    """The captures of one prepared model. `active` says whether steps may capture.
+
+    A step need not call `before_step` for a decision in `idle_steps`, see `CaptureQueue`.
+    `on_complete` is called before a step, once DELAYED or LAZY have nothing left to capture.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        memory_limit: int | float | None,
+        dispatcher: Dispatcher,
+        backend: GraphBackend,
+        records: Records,
+        graphs: GraphMaker,
+        exchange: Exchange,
+        *,
+        counts: Callable[[int], Sequence[int]] = lambda largest: (),
+        on_complete: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        plan = dispatcher.plan
+        self.active = False
+        self.queue = CaptureQueue(strategy.kind, plan)
+        self.captures = Captures(plan, backend, records, graphs, exchange, self.queue, clock)
+        self.limit = MemoryLimit(memory_limit, self.captures, counts)
+        self.idle_steps = self.queue.idle_steps
+        self._eager = isinstance(strategy, Eager)
+        lazy_bytes = strategy.max_bytes if isinstance(strategy, Lazy) else None
+        self._lazy = LazyBytes(lazy_bytes, self.queue.states, plan.entries)
+        self._captures_per_step = strategy.captures_per_step
+        self._on_complete = on_complete
+        self._dispatcher = dispatcher
+        self._records = records
+        self._probes: Iterator[float] | None = None
+        """The forecast in progress, on which a startup set waits while the model serves."""
+
+    @property
+    def memory(self) -> GraphMemory:
+        """The bytes that graphs take."""
+        return self.captures.memory
+
+    def startup(
+        self,
+        progress: Callable[[CaptureRecord], None] | None = None,
+        *,
+        serving: bool = False,
+    ) -> None:
+        """Capture what the strategy wants at startup; `progress` is called per capture.
+
+        In `serving`, between two steps, a dummy batch that fails is no error.
+        """
+        self._probes = None
+        self.limit.apply()
+        self._capture_startup_set(progress, serving)
+        while self.limit.exceeded or (self._eager and self.limit.make_room()):
+            self.limit.return_to_limit()
+            self._capture_startup_set(progress, serving)
+        if self._eager:
+            self.limit.use_room(progress)
+        self._refresh_active()
+        if self.memory.forecast is not None:
+            captured = [i for i, state in enumerate(self.queue.states) if state.captured]
+            self._records.add(self.memory.accuracy(captured))
+
+    def startup_while_serving(self) -> None:
+        """Capture the startup set between the next steps, within the budget of each; before it
+        the probes that a memory limit needs."""
+        if self.limit.is_set:
+            self._probes = self.limit.probing(serving=True)
+        else:
+            self._add_startup_set()
+        self._refresh_active()
+
+    def before_step(
+        self,
+        batch: Batch,
+        decision: Decision | None = None,
+        allowed_modes: Collection[RuntimeMode] | None = None,
+        excluded_modes: Collection[RuntimeMode] | None = None,
+    ) -> bool:
+        """Capture what the strategy wants before `batch` runs, within the budget of one step.
+
+        Returns whether graphs changed, so that `decision` no longer holds.
+        """
+        wanted = self._dispatcher.wanted(batch, allowed_modes, excluded_modes).graph_index
+        self.queue.see(wanted)
+        changes, budget = self.captures.changes, CaptureBudget(self._captures_per_step)
+        if self._probe(budget):
+            self._spend(budget, self.queue.between_steps(wanted))
+        changed = self.captures.changes != changes
+        idle = not changed and self._probes is None and self.queue.nothing_to_capture(wanted)
+        if idle and decision is not None:
+            self.queue.add_idle(decision, wanted, batch.num_reqs)
+        if not self.active and not self._eager:
+            self._on_complete()
+        return changed
+
+    def idle(self, budget_ms: float) -> int:
+        """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
+        if not self.active:
+            return 0
+        self.queue.count_idle()
+        budget = CaptureBudget(len(self._dispatcher.plan.entries), budget_ms)
+        return self._spend(budget, self.queue.in_idle_time()) if self._probe(budget) else 0
+
+    def take_out(self, indices: Collection[int]) -> None:
+        """Free graphs that are never captured again."""
+        for graph_index in indices:
+            self.captures.evict(graph_index)
+            self.queue.states[graph_index].dropped = True
+        self._refresh_active()
+
+    def recapture(self, indices: Collection[int]) -> None:
+        """Free stale graphs, all of them before the first is captured again."""
+        if not indices:
+            return
+        for graph_index in indices:
+            self.captures.evict(graph_index)
+        with self.captures.session(prepare=True) as session:
+            for graph_index in indices:
+                self.limit.capture(graph_index, session)
+        self.limit.return_to_limit()
+        self._refresh_active()
+
+    def _add_startup_set(self) -> None:
+        states = self.queue.states
+        firsts = (next((i for i in g if not states[i].dropped), None) for g in self.queue.startup())
+        self.queue.add(i for i in firsts if i is not None)
+
+    def _probe(self, budget: CaptureBudget) -> bool:
+        """Go on with a forecast, within `budget`; whether there is none left in progress."""
+        while self._probes is not None:
+            if budget.captures <= 0 or budget.ms <= 0:
+                return False
+            with allow_compilation():
+                ms = next(self._probes, None)
+            if ms is None:
+                self._probes = None
+                self.limit.drop_above()
+                self._add_startup_set()
+                self._refresh_active()
+            else:
+                budget.spend(ms)
+        return True
+
+    def _capture_startup_set(
+        self, progress: Callable[[CaptureRecord], None] | None, serving: bool
+    ) -> None:
+        with self.captures.session(prepare=True) as session:
+            for group in self.queue.startup():
+                for graph_index in group:
+                    state = self.queue.states[graph_index]
+                    if not state.captured and not state.dropped and self.limit.admits(graph_index):
+                        state.kept = self.limit.capture(graph_index, session, serving=serving)
+                        if state.kept and progress is not None:
+                            progress(self._records.of(CaptureRecord)[-1])
+                    if self.limit.exceeded:
+                        return
+                    if state.captured:
+                        break
+
+    def _spend(self, budget: CaptureBudget, indices: Iterator[int]) -> int:
+        """Capture those of `indices`, in order, that fit the budget and the memory."""
+        admitted = self._admitted(budget, indices)
+        graph_index = next(admitted, None)
+        if graph_index is None:
+            return 0
+        count = 0
+        with self.captures.session(prepare=False) as session:
+            while graph_index is not None:
+                if self.limit.capture(graph_index, session):
+                    if self.queue.is_kept(graph_index):
+                        self.queue.states[graph_index].kept = True
+                    else:
+                        self._lazy.took(graph_index, self.captures.evict)
+                    count += self.queue.states[graph_index].captured
+                budget.spend(self.captures.estimate(graph_index))  # as just measured, on all ranks
+                graph_index = None if self.limit.exceeded else next(admitted, None)
+        self.limit.return_to_limit()
+        self._refresh_active()
+        return count
+
+    def _admitted(self, budget: CaptureBudget, indices: Iterator[int]) -> Iterator[int]:
+        for graph_index in indices:
+            if budget.captures <= 0:
+                return
+            estimate = self.captures.estimate(graph_index)
+            if estimate > budget.ms:
+                reason = f"it takes about {estimate:.1f} ms, more than the budget has"
+                self.captures.refused(graph_index, reason)
+                return
+            if self.limit.admits(graph_index) and self._within_lazy_limit(graph_index):
+                yield graph_index
+
+    def _within_lazy_limit(self, graph_index: int) -> bool:
+        if self._lazy.limit is None or self.queue.is_kept(graph_index):
+            return True
+        self.queue.count_idle()
+        if self._lazy.make_room(graph_index, self.captures.evict):
+            return True
+        reason = f"lazy recordings may take {self._lazy.limit} bytes, and none is worth less"
+        self.captures.refused(graph_index, reason)
+        return False
+
+    def _refresh_active(self) -> None:
+        """Steps capture as long as something can still be captured."""
+        was_active = self.active
+        catching_up = self._probes is not None or self.queue.adding
+        self.active = catching_up or (not self._eager and not self.queue.complete)
+        if was_active and not self.active:
+            self._records.events.emit("capture.complete", level=logging.INFO, step=self.queue.step)

@@ -1,0 +1,57 @@
+"""From a model and its settings to a request to compile it."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ...compile.ir.compilation import CompileRequest, ExampleArguments
+from ...config import BundleUse, Config, compile_config
+from ...errors import InvalidSetting
+from ...torch_compat.basics.modules import original_module
+from ..core.records import Records
+from ..parts.ranks.ranks import Ranks
+from .open_cache import open_cache
+
+
+def compile_request(
+    model: torch.nn.Module,
+    config: Config,
+    records: Records,
+    examples: ExampleArguments | None,
+    ranks: Ranks | None = None,
+) -> CompileRequest:
+    """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
+
+    Raises InvalidSetting for what is no model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidSetting(
+            name="model",
+            value=model,
+            reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
+            expected="an instance of torch.nn.Module, and for a function one that calls it",
+        )
+    model = original_module(model)
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if first is None else first.device
+    if device.type == "meta":
+        raise InvalidSetting(
+            name="model",
+            value=type(model).__name__,
+            reason="its weights are on the meta device, where they have no values",
+            expected="a model with weights: model.to_empty(device=...), then load_state_dict",
+        )
+    return CompileRequest(
+        model,
+        compile_config(config),
+        open_cache(config, records.events),
+        records.events,
+        device,
+        examples,
+        exchange=ranks.exchange if ranks is not None else None,
+        records=records.compile,
+        dump_dir=config.codegen.dump_dir,
+        needs_bundle=config.bundle is BundleUse.FORCE,
+    )

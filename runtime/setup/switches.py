@@ -1,0 +1,52 @@
+"""Switches: each turns off one part of the library, to find the part that causes a fault.
+
+A switch is a set of ordinary settings. `PIECEGRAPH_OFF=graphs,cache` turns parts off in any engine
+without a change of its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...cache.keys.environment import DUMP_DIR, FASTER, parts_off, read
+from ...config import Config, check_choice
+
+SWITCHES: Mapping[str, Mapping[str, Any]] = {
+    "all": {"compile": False, "graph_mode": "NONE", "cache": False},
+    "compile": {"compile": False},
+    "graphs": {"graph_mode": "NONE"},
+    "inductor": {"compiler": "eager"},
+    "cache": {"cache": False},
+    "verification": {"cache.verify_bundle": "off"},
+    "dedupe": {"codegen.passes.dedupe": False},
+    "guard-proof": {"tracing.guards": "drop"},
+}
+"""What is turned off, and the settings that do it."""
+
+
+def switched_off(config: Config, names: Iterable[str]) -> Config:
+    """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
+    for name in names:
+        check_choice(SWITCHES, "off", name, "there is no such switch")
+        settings = SWITCHES[name].items()
+        off = {owner for owner in ("cache",) if getattr(config, owner) is False}
+        config = config.changed(**{k: v for k, v in settings if k.partition(".")[0] not in off})
+    return config
+
+
+def resolve_config(config: Config) -> Config:
+    """`config` with what the environment and the level decide.
+
+    PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. No setting
+    turns off `faster`: compiling reads it. At a level that does not compile, pieces run eagerly
+    unless a compiler is set.
+    """
+    config = switched_off(config, (name for name in parts_off() if name != FASTER))
+    settings: dict[str, Any] = {}
+    if (folder := read(DUMP_DIR)) and config.codegen.dump_dir is None:
+        settings["codegen.dump_dir"] = Path(folder)
+    if config.level == 0 and "compiler" not in config.model_fields_set:
+        settings["compiler"] = "eager"
+    return config.changed(**settings) if settings else config
