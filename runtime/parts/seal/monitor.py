@@ -30,9 +30,6 @@ from ...backends.protocol import GraphBackend
 from ...core.records import Records
 from ...forward_context import CURRENT, ForwardContext
 
-_ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
-
-
 class Kind(StrEnum):
     """Work that must not happen after `seal()`."""
 
@@ -50,16 +47,6 @@ _SPANS = {
     "CachingAutotuner.coordinate_descent_tuning": Kind.AUTOTUNING,
 }
 """Spans of torch's trace by name; those that end in `_template_autotuning` are autotuning too."""
-
-
-@contextmanager
-def allow_compilation() -> Iterator[None]:
-    """Compiling and capturing inside the block is no violation of `seal()`."""
-    token = _ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
 
 
 class Monitor:
@@ -119,7 +106,7 @@ class Monitor:
 
     def _saw(self, kind: Kind, detail: str) -> None:
         in_step = CURRENT.get() is self._context
-        if _ALLOWED.get() or not (in_step or threading.get_ident() == self._thread):
+        if is_compilation_allowed() or not (in_step or threading.get_ident() == self._thread):
             return
         self._records.events.count("after_seal." + kind.name.lower())
         if self._policy is AfterSeal.COUNT:
