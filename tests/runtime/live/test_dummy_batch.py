@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import OtherRowsWritten
-from piecegraph.runtime.core.preserved import WHOLE, Kept, preserve_rows
+from piecegraph.runtime.core.preserved import WHOLE, SavedMemory, preserve
 
 from ..conftest import strict_backend
 
@@ -195,15 +195,15 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
 def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept() -> None:
     large, slots = torch.arange(WHOLE // 4 + 100.0), torch.tensor([3, 4096])
     before = large.clone()
-    with LargestResult() as largest, preserve_rows([large], [slots]):
+    with LargestResult() as largest, preserve([large], [slots]):
         large[slots] = -1.0
     assert largest.num_bytes < WHOLE // 4
-    with preserve_rows([large], [slots], check=True):
+    with preserve([large], [slots], check=True):
         large[4096] = -1.0
     assert torch.equal(large, before)
     with (
         pytest.raises(OtherRowsWritten, match=rf"rows \[{WHOLE // 4}\] of dimension 0"),
-        preserve_rows([large], [slots], check=True),
+        preserve([large], [slots], check=True),
     ):
         large[-1] = -1.0
 
@@ -213,7 +213,7 @@ def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index() -> Non
     blocks = torch.zeros(1024, 64, 128)
     x, slots = torch.ones(600, 2), torch.tensor([1000])
     for inputs, expected in (([x], [*range(600)]), ([x, slots], [*range(512), 1000])):
-        ((_, rows, _),) = Kept([blocks], inputs).contents()
+        ((_, rows, _),) = SavedMemory([blocks], inputs).contents()
         assert rows is not None
         assert rows.tolist() == expected
 
