@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from ...torch_compat.basics.ops import overload_of
-from ...torch_compat.basics.tensors import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    tree_leaves,
-    tree_map,
-    write_back,
-)
+from ...torch_compat.basics.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names, tensors_in, written_by
@@ -49,8 +43,9 @@ def padding_difference(
     try:
         return _difference(model, padded, sizes, low, ops)
     finally:
-        for tensor, before in placed:
-            write_back(tensor, before)
+        with torch.inference_mode():  # in which tensors of either kind may be written
+            for tensor, before in placed:
+                tensor.copy_(before)
 
 
 def _difference(
