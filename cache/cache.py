@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
 from ..events import Events
-from .directory import DirectoryLayer, Fault, no_fault, private_directory
+from .directory import DirectoryLayer, private_directory
 from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
@@ -40,15 +40,13 @@ from .lock import (
 from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
 from .names import checked_name, entry_name, lock_name
 from .remote import RemoteLayer
-from .signing import Trust, trust_all
 from .statistics import add_counts
 
 
 class Cache:
     """Layers in order: the private directory at `root`, then the `shared` ones.
 
-    Thread-safe, and safe with any number of processes on the same directory. `fault` is for tests,
-    see directory.py.
+    Thread-safe, and safe with any number of processes on the same directory.
     """
 
     def __init__(
@@ -59,16 +57,13 @@ class Cache:
         shared: Sequence[CacheLayer] = (),
         limits: Limits | None = None,
         off_reason: str = "",
-        fault: Fault = no_fault,
-        trust: Trust = trust_all,
     ) -> None:
         """Without `root`, only `shared`; a layer is a directory that was opened before.
 
-        `trust` is that of the private directory. Removes temporary files of dead processes.
-        `off_reason` is the detail of a miss if there are no layers. Raises UntrustedDirectory or
-        CacheNotWritable.
+        Removes temporary files of dead processes. `off_reason` is the detail of a miss if there are
+        no layers. Raises UntrustedDirectory or CacheNotWritable.
         """
-        self.private = private_directory(root, fault, trust) if isinstance(root, Path) else root
+        self.private = private_directory(root) if isinstance(root, Path) else root
         self.layers: tuple[CacheLayer, ...] = (
             (self.private, *shared) if self.private is not None else tuple(shared)
         )

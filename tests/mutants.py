@@ -28,6 +28,7 @@ GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
 CODE, STEPS = f"{CORE}/code.py", f"{CORE}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
+PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
@@ -81,6 +82,16 @@ MUTANTS = [
      "if (now := _place(tensor))[0] != then[0]:", f"{WEIGHTS} -k another_form"),
     (ADDRESSES, "return self._bytes() != self._then", "return False", f"{FAITHFUL} -k on_the_host"),
     (BATCH, "inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
+    (SAVED, "    finally:\n        saved.restore()", "    finally:\n        pass",
+     f"{DUMMY} -k written_twice"),
+    (SAVED, "bits.view(of_size) if type(bits) is Tensor else bits", "bits",
+     f"{DUMMY} -k bit_for_bit"),
+    (SAVED, "if sum(part.nbytes for part in self._parts) > most:", "if False:",
+     f"{DUMMY} -k too_large"),
+    ("torch_compat/basics/tensors.py", "if step == 0 and tensor.size(axis):", "if False:",
+     f"{DUMMY} -k bit_for_bit"),
+    ("torch_compat/basics/tensors.py", "with torch.inference_mode():  # in",
+     "with torch.no_grad():  # in", "tests/torch_compat/test_tensors.py -k written_back"),
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*inputs.written_in_place, ", "[", f"{DUMMY} -k True"),
     (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
@@ -90,6 +101,8 @@ MUTANTS = [
     (INPUTS, "        fill()\n    if", "        pass\n    if", f"{STATIC} -k any_loads"),  # 25
     (INPUTS, "                fill()\n", "                pass\n", f"{STATIC} -k failure_25"),
     (INPUTS, "last is None or not extent.covers(last)", "last is None", f"{STATIC} -k any_loads"),
+    (PADDING, "return self.kind is Padding.REPEAT", "return False", f"{STATIC} -k any_loads"),
+    (PADDING, "if self.kind is Padding.KEEP:", "if False:", f"{STATIC} -k any_loads"),
     (INPUTS, "return torch.zeros(prod(shape)", "return torch.empty(prod(shape)",
      f"{STATIC} -k failure_26"),
     (GRAPH, 'partial(attrgetter("data"), static)', "partial(_same, result)", RESULTS),

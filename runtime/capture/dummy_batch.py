@@ -24,7 +24,7 @@ from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
 from ..backends.ownership import error_line
 from ..core.code import ModelCode
-from ..core.preserved import preserve_contents, preserve_rows
+from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
 from ..parts.regions.regions import Regions
@@ -58,7 +58,7 @@ class _Layers(Mapping[str, Any]):
 class DummyBatch:
     """A batch of zero real rows that fills `descriptor`, on static `inputs`.
 
-    `state` are the model's own tensors that the code writes to. `check`: see `preserve_rows`.
+    `state` are the model's own tensors that the code writes to. `check`: see `preserve`.
     """
 
     descriptor: BatchDescriptor
@@ -83,10 +83,10 @@ class DummyBatch:
         context.layers = noting = _Layers(layers)
         inputs = self.inputs
         try:
-            with torch.no_grad(), preserve_rng_state(), preserve_contents(inputs.filled):
+            with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
                 inputs.fill_padding()
                 written = [*inputs.written_in_place, *self.state]
-                with preserve_rows(written, inputs.views, self.check), forward_context(context):
+                with preserve(written, inputs.views, self.check), forward_context(context):
                     yield inputs.views
         except KeyError as error:
             if noting.missing is None or error.args != (noting.missing,):

@@ -9,7 +9,7 @@ import torch
 
 from ...compile.ir.config import TOKENS
 from ...compile.plan.compiled_model import CompiledModel
-from ...config import Config, Padding, named_ops, without_tokens
+from ...config import Config, named_ops, without_tokens
 from ...dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -22,6 +22,7 @@ from ...dispatch import (
 )
 from ..capture.breaks import recordable
 from ..capture.dummy_batch import preserve_rng_state
+from ..core.padding import padding_policy
 from ..core.records import BucketHole, BucketsMissing, Records, RowsMixed
 from ..parts.proof.row_mixing import find_mixed_rows
 from .policy import Policy, dispatch_plan
@@ -80,8 +81,9 @@ def _mixes_rows(
     size: str = TOKENS,
 ) -> bool:
     """Whether padding of `size` would change real rows."""
-    padding = {item.label: config.steps.padding_of(item.label) for item in compiled.plan.inputs}
-    sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
+    labels = [item.label for item in compiled.plan.inputs]
+    policies = {label: padding_policy(config.steps, label) for label in labels}
+    sentinels = {label: policy.value for label, policy in policies.items() if policy.is_sentinel}
     with preserve_rng_state(), torch.no_grad():
         ops = named_ops(config.splitting_ops)
         forward = None if compiled.traced else recordable(compiled, ops)

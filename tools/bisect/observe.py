@@ -116,9 +116,11 @@ def run_prepared(
     """
     runs: list[Ran] = []
     for step in case.steps:
-        before = state.contents() if state is not None else {}
+        before = state.contents() if state is not None else None
         decision = prepared.dispatch(step.batch)
-        ran = Ran(decision, clobbered=state.changed_since(before) if state is not None else [])
+        ran = Ran(decision)
+        if state is not None and before is not None:
+            ran.clobbered = state.changed_since(before)
         runs.append(ran)
         calls = Calls()
         try:

@@ -273,6 +273,21 @@ def normal_alias(tensor: Tensor) -> Tensor:
         return alias.set_(tensor.untyped_storage(), *place)
 
 
+def write_back(tensor: Tensor, content: Tensor, dim: int = 0, rows: Tensor | None = None) -> None:
+    """Restore `tensor`, or `rows` of its dimension `dim`, to saved `content`.
+
+    A dimension of stride 0 has one element in memory.
+    """
+    with torch.inference_mode():  # in which tensors of either kind may be written
+        if rows is not None:
+            tensor.index_copy_(dim, rows, content)
+            return
+        for axis, step in enumerate(tensor.stride()):
+            if step == 0 and tensor.size(axis):
+                tensor, content = tensor.narrow(axis, 0, 1), content.narrow(axis, 0, 1)
+        tensor.copy_(content)
+
+
 def without_regions() -> AbstractContextManager[Any]:
     """Run `@torch.compile` regions uncompiled. Under a dispatch mode torch would do so as well, and
     for all later calls, too: it marks a frame that it skips."""

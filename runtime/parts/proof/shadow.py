@@ -38,7 +38,7 @@ from ....torch_compat.basics.tensors import (
     tree_map_only,
 )
 from ...capture.dummy_batch import model_state, preserve_rng_state
-from ...core.preserved import Kept, StateTooLarge
+from ...core.preserved import SavedMemory, StateTooLarge
 from ...core.records import Records, ShadowStopped, WrongStep
 from ...core.step_file import write_steps
 from ...core.steps import Steps
@@ -108,8 +108,8 @@ class _Step:
     recorded: Any
     """Of the metadata, without its padding."""
     state: dict[str, Tensor]
-    before: Kept
-    after: Kept
+    before: SavedMemory
+    after: SavedMemory
     results: Any = None
     num_tokens: int = 0
     written: list[Tensor] | None = None
@@ -250,7 +250,7 @@ class ShadowSteps:
         pointers = tensors_in((args, kwargs))
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
         state = self._state(args, kwargs)
-        before = Kept(list(state.values()), pointers, most=MOST_STATE)
+        before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
         return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
 
     def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -327,8 +327,8 @@ class ShadowSteps:
         return self._compared(step, *self._run(step, decision, run))
 
     def _run(
-        self, step: _Step, decision: Decision, run: Run, start: Kept | None = None
-    ) -> tuple[Any, Kept, Kept]:
+        self, step: _Step, decision: Decision, run: Run, start: SavedMemory | None = None
+    ) -> tuple[Any, SavedMemory, SavedMemory]:
         """What `run(metadata)` gives from a state, that before the step unless one is given, and
         the state around it."""
         (start or step.before).restore()
@@ -338,7 +338,7 @@ class ShadowSteps:
         results = _copied(run(metadata))
         return results, before, step.before.now()
 
-    def _compared(self, step: _Step, results: Any, before: Kept, after: Kept) -> Any:
+    def _compared(self, step: _Step, results: Any, before: SavedMemory, after: SavedMemory) -> Any:
         """What two runs must have in common: results, what is in the memory that the uncompiled
         model writes (the first run that is compared), and whether other memory was written."""
         changed = before.changed(after)
