@@ -28,7 +28,7 @@ from .. import (
     StepObserver,
 )
 from ..errors import CaptureAfterSeal
-from ..runtime.parts.checks.address_checks import tensors_by_path
+from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import tree_map_only
 
 LENGTHS: tuple[tuple[int, ...], ...] = (

@@ -16,8 +16,9 @@ from ..backends.replay.delayed_graph import DelayedGraph
 from ..backends.replay.work_queue import WorkQueue
 from ..core.code import ModelCode
 from ..core.records import HostValues, Records, UnwatchedTensors
-from ..parts.checks.address_checks import HostValue, MetadataAddresses, tensors_by_path
+from ..parts.checks.address_checks import HostValue, MetadataAddresses
 from ..parts.checks.shared_memory import named_weights
+from ..tensors_by_path import tensors_by_path
 from .breaks import recordable
 from .dummy_batch import DummyBatches
 from .installed_graph import InstalledGraph, WritingGraph, name_segments

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.parts.checks.address_checks import tensors_by_path
+from ...runtime.tensors_by_path import tensors_by_path
 from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
