@@ -21,10 +21,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...config import Padding, Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.basics.tensors import storage_id, zero_all
-
-Load = Callable[[tuple[Tensor, ...]], None]
-Mark = Callable[[], None]
-Sizes = tuple[int, ...]
+from ..backends.protocol import Load
 
 
 @dataclass(frozen=True, slots=True)
