@@ -175,6 +175,7 @@ class CudaBackend:
     name = "cuda"
     runs_python = False
     poison_result = None
+    graph_class = torch.cuda.CUDAGraph
 
     def __init__(self, device: torch.device | None = None) -> None:
         if torch.version.hip is not None:

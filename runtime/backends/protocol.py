@@ -145,6 +145,11 @@ class GraphBackend(Protocol):
     runs_python: bool
     """Whether a replay runs Python of the captured region again, as an emulation does."""
 
+    @property
+    def graph_class(self) -> type[Any] | None:
+        """The class, such as `torch.cuda.CUDAGraph`, whose `capture_begin` begins each capture;
+        None if captures do not begin so."""
+
     def new_pool(self) -> Any:
         """A handle of new memory that captures share."""
 
