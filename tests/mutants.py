@@ -33,7 +33,8 @@ CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
-TAPE = f"{REPLAY}/tape_graph.py"
+TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
+DEVICES = "tests/torch_compat/test_devices.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -60,6 +61,11 @@ MUTANTS = [
      "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
      "graph.copied_inputs)", f"{DELAYED} -k after_the_copies"),
     (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
+    (f"{REPLAY}/backend.py", "return HostCopies(is_open)", "return HostCopies(lambda: False)",
+     f"{FAITHFUL} -k copy_from_the_host"),
+    ("runtime/parts/seal/monitor.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
+    (BATCH, "fork_rng(devices, device_type=device_type)", "fork_rng([])", f"{DEVICES} -k restored"),
+    ("compile/bundle/key_factors.py", '"is": stable_text(stated)', '"is": ""', f"{DEVICES} -k f6"),
     ("tools/engine/engine.py", "self.copied.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
