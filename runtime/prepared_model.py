@@ -74,13 +74,12 @@ class PreparedModel:
         self._closed = False
         self._ranges = StepRanges()
         context = ForwardContext(layers or {})
-        options = getattr(self.backend, "options", None)
         self._steps = Steps(
             context,
             self.usage,
             config.max_num_reqs,
             backend.event,
-            poisons=bool(getattr(options, "poison_old_results", False)),
+            poison_result=backend.poison_result,
         )
         self._shadow: ShadowSteps | None = None
         if config.shadow is not None:

@@ -34,6 +34,8 @@ CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
+TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
+DEVICES = "tests/torch_compat/test_devices.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -46,9 +48,9 @@ MUTANTS = [
     (QUEUED, "if is_composite(func):", "if False:", f"{DELAYED} -k is_read"),
     (QUEUED, "any(self._awaits(self._state, each) for each in sources)", "False",
      f"{DELAYED} -k is_read"),
-    (f"{REPLAY}/backend.py", "self._backend.released(self._made)", "pass",
+    (TAPE, "self._released(self, self._made)", "pass",
      f"{DELAYED} -k graphs_change"),
-    (DELAYED_GRAPH, "step.put(graph.run,", "step.put(graph.replay,", f"{DELAYED} -k graphs_change"),
+    (DELAYED_GRAPH, "step.put(tape.run,", "step.put(tape.replay,", f"{DELAYED} -k graphs_change"),
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
@@ -56,10 +58,15 @@ MUTANTS = [
      f"{DELAYED} -k in_place"),
     (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
     (DELAYED_GRAPH, "        copied()\n", "", f"{DELAYED} -k after_the_copies"),
-    (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)\n"
+    (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, graph.copied_inputs)\n"
      "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
-     "self._inputs.copied)", f"{DELAYED} -k after_the_copies"),
+     "graph.copied_inputs)", f"{DELAYED} -k after_the_copies"),
     (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
+    (f"{REPLAY}/backend.py", "return HostCopies(is_open)", "return HostCopies(lambda: False)",
+     f"{FAITHFUL} -k copy_from_the_host"),
+    ("runtime/parts/seal/monitor.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
+    (BATCH, "fork_rng(devices, device_type=device_type)", "fork_rng([])", f"{DEVICES} -k restored"),
+    ("compile/bundle/key_factors.py", '"is": stable_text(stated)', '"is": ""', f"{DEVICES} -k f6"),
     ("tools/engine/engine.py", "self.copied.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
@@ -117,7 +124,7 @@ MUTANTS = [
     (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
      "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
      f"{RECORDER} -k not_replayed"),
-    (GRAPH, "        self.addresses.check_step()\n        load", "        load",
+    (STEPS, "                graph.addresses.check_step()\n", "",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
     (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        if metadata_for",
@@ -159,8 +166,8 @@ MUTANTS = [
      "self._context.layers", f"{LIVE}/test_step_reads.py -k of_a_layer"),
     ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
-    (f"{REPLAY}/backend.py", "if self._options.poison_before_replay:", "if False:", POISON),
-    (f"{REPLAY}/backend.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
+    (TAPE, "if self._poisons:", "if False:", POISON),
+    (TAPE, "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
     (f"{REPLAY}/backend.py", "if self._tape.host_read is not None:", "if False:",
      f"{FAITHFUL} -k swallows"),
     (f"{CAPTURE}/recorder.py", "opaque(self.in_context(fn), args)", "opaque(fn, args)",

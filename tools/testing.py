@@ -29,7 +29,7 @@ from .. import (
 )
 from ..errors import CaptureAfterSeal
 from ..runtime.core.preserved import SavedMemory
-from ..runtime.parts.checks.address_checks import tensors_by_path
+from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import tree_map_only
 
 LENGTHS: tuple[tuple[int, ...], ...] = (

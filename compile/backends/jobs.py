@@ -23,6 +23,7 @@ from ...cache import Cache, Entry, Key
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...events import Events
+from ...torch_compat.basics.devices import runs_triton
 from ...torch_compat.basics.symbolic import Located
 from ...torch_compat.compiling.piece_data import NotData, dump_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
@@ -444,7 +445,7 @@ def compiler_options(
 
 def plain_options(split: SplitModel, job: Job, device: torch.device) -> dict[str, Any]:
     """Inductor's options for a job: autotuning for one size at level 3, and the user's."""
-    tunes = split.config.code.autotune and device.type == "cuda"
+    tunes = split.config.code.autotune and runs_triton(device)
     tuned = {"max_autotune": True} if tunes and job.size is not None else {}
     return {**tuned, **split.config.code.inductor_options}
 

@@ -25,6 +25,7 @@ from ...cache.keys.code import code_parts, fingerprint
 from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Parts, Stable
+from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
 from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
 from ...torch_compat.basics.tensors import subclass_parts
@@ -147,14 +148,21 @@ def device_factors(device: torch.device) -> dict[str, Any]:
 
     Of a CPU its instruction-set extensions, which C++ is compiled for, and the number of threads,
     for which Inductor lays out its loops; of a GPU name, capability, multiprocessors and index.
+    Of another device what torch states: its name and capability. Raises Undescribable.
     """
     cpu = {
         "machine": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "extensions": dict.fromkeys(cpu_extensions(), True),
     }
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {"type": device.type, **cpu, "threads": torch.get_num_threads()}
+    if device.type != "cuda":
+        try:
+            stated = device_facts(device)
+        except LookupError as error:
+            raise Undescribable("device", f"has no description: {error}") from error
+        return {"type": device.type, "index": device.index or 0, "is": stable_text(stated)}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,

@@ -22,6 +22,7 @@ from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
+from ...torch_compat.basics.devices import devices_in_use
 from ..backends.ownership import error_line
 from ..core.code import ModelCode
 from ..core.preserved import preserve
@@ -186,7 +187,6 @@ def model_state(compiled: CompiledModel) -> list[Tensor]:
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore torch's random generators at the end; a device's only if it is in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if in_use else ()
-    with torch.random.fork_rng(devices=devices):
+    device_type, devices = devices_in_use()
+    with torch.random.fork_rng(devices, device_type=device_type):
         yield

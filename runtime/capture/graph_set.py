@@ -12,15 +12,15 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
 from ...torch_compat.basics.tensors import writes_counted
-from ..backends.replay.delayed_graph import DelayedGraph
-from ..backends.replay.work_queue import WorkQueue
+from ..backends.protocol import GraphBackend
 from ..core.code import ModelCode
 from ..core.records import HostValues, Records, UnwatchedTensors
-from ..parts.checks.address_checks import HostValue, MetadataAddresses, tensors_by_path
+from ..parts.checks.address_checks import HostValue, MetadataAddresses
 from ..parts.checks.shared_memory import named_weights
+from ..tensors_by_path import tensors_by_path
 from .breaks import recordable
 from .dummy_batch import DummyBatches
-from .installed_graph import InstalledGraph, WritingGraph, name_segments
+from .installed_graph import BoundRecording, InstalledGraph, name_segments
 from .recorder import record
 from .recording import Recording, SegmentKind
 from .session import CaptureSession, capture_failure
@@ -32,10 +32,7 @@ NOTHING_BREAKS = (
 
 
 class GraphSet:
-    """The graphs of one prepared model; `installed[NO_GRAPH]` is None.
-
-    `runs_python` says whether Python that is recorded runs again in a replay; `queue` delays work.
-    """
+    """The graphs of one prepared model; `installed[NO_GRAPH]` is None."""
 
     def __init__(
         self,
@@ -44,8 +41,7 @@ class GraphSet:
         dispatcher: Dispatcher,
         records: Records,
         splitting_ops: Sequence[str],
-        runs_python: bool,
-        queue: WorkQueue | None = None,
+        backend: GraphBackend,
     ) -> None:
         self.installed: list[InstalledGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self._code = code
@@ -53,8 +49,7 @@ class GraphSet:
         self._dispatcher = dispatcher
         self._records = records
         self._splitting_ops = splitting_ops
-        self._runs_python = runs_python
-        self._queue = queue
+        self._backend = backend
         self._unwatched: set[int] = set()
         self._recordable: tuple[CompiledModel, Callable[..., Any]] | None = None
 
@@ -97,10 +92,8 @@ class GraphSet:
 
     def install(self, graph_index: int, recording: Recording) -> None:
         """Let steps use a recording."""
-        plan = self._code.compiled.plan
         inputs, addresses = self._dummies.inputs(graph_index), self._code.addresses.snapshot()
         addresses.values = self._host_values(recording)
-        kind = WritingGraph if inputs.written else InstalledGraph
         metadata = None
         if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
             read = MetadataAddresses(recording.metadata, recording.ownership.found())
@@ -111,13 +104,14 @@ class GraphSet:
         recording.metadata = None
         if self._code.ranged:
             self._name_segments(graph_index, recording)
-        python = self._runs_python or _breaks(recording)
-        parts = recording, inputs, addresses, metadata, python
-        if self._queue is None:
-            graph = kind(plan, *parts)
-        else:
-            graph = DelayedGraph(self._queue, self._code.compiled, *parts)
-        self.installed[graph_index] = graph
+        compiled = self._code.compiled
+        self.installed[graph_index] = InstalledGraph(
+            recording,
+            self._backend.install(BoundRecording(recording, inputs, compiled.plan), compiled),
+            addresses,
+            metadata,
+            runs_python=self._backend.runs_python or _breaks(recording),
+        )
         self._dispatcher.set_captured(graph_index, True)
 
     def remove(self, graph_index: int) -> None:
@@ -165,14 +159,15 @@ class GraphSet:
             for name, value in vars(module).items()
             if isinstance(value, torch.Tensor)
         }
-        names = {} if self._runs_python else {t.data_ptr(): n for n, t in named_weights(model)}
+        on_device = not self._backend.runs_python
+        names = {t.data_ptr(): n for n, t in named_weights(model)} if on_device else {}
         names |= attributes
         values = tuple(
             HostValue(
                 names.get(tensor.data_ptr(), f"a {dtype_name(tensor.dtype)} tensor"), tensor, w
             )
             for tensor, w in recording.ownership.baked()
-            if tensor.data_ptr() in names or not self._runs_python
+            if tensor.data_ptr() in names or on_device
         )
         if values:
             self._records.add(HostValues(recording.name, [value.name for value in values]))

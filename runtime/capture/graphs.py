@@ -51,8 +51,7 @@ class Graphs:
             dispatcher,
             records,
             named_ops(config.splitting_ops),
-            backend.runs_python,
-            getattr(backend, "queue", None),
+            backend,
         )
         self._records = records
         self._backend = backend

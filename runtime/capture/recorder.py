@@ -32,7 +32,6 @@ from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
-from ..backends.replay.host_copies import HostCopies
 from ..forward_context import CURRENT
 from ..parts.checks.step_reads import NotingContext, StepReads
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
@@ -71,7 +70,7 @@ def record(
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
-        with recorder.host_copies():
+        with recorder.as_on_a_device():
             outputs = recorder.in_context(fn)(*inputs)
         recorder.finish()
     except BaseException as error:
@@ -114,11 +113,12 @@ class Recorder:
         """The warm-up run enters a region that the model compiles itself."""
         self._has_regions |= ACTIVE.get() is self  # not a region of another thread
 
-    def host_copies(self) -> AbstractContextManager[Any]:
-        """Refuse copies from the host that a CPU does not show. A function mode would have the
-        regions of the model compiled once more."""
-        emulated = self._session.backend.runs_python and not self._has_regions
-        return HostCopies(lambda: self._open is not None) if emulated else nullcontext()
+    def as_on_a_device(self) -> AbstractContextManager[Any]:
+        """Let the backend refuse what a device would, but in no model with regions that it compiles
+        itself: a mode of the backend would have them compiled once more."""
+        if self._has_regions:
+            return nullcontext()
+        return self._session.backend.recording(lambda: self._open is not None)
 
     def begin(self) -> None:
         """Open a graph."""

@@ -16,8 +16,7 @@ from ...compile.conditions.places import reader
 from ...compile.ir.plan import Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import ModelClosed
-from ..backends.replay.delayed_code import delayed_code
-from ..backends.replay.work_queue import WorkQueue
+from ..backends.protocol import Code, GraphBackend
 from ..parts.checks.address_checks import Addresses, Snapshot
 from ..parts.checks.model_check import ModelCheck
 from ..parts.checks.module_state import ModuleState
@@ -36,25 +35,21 @@ class ModelCode:
     """
 
     __slots__ = (
-        "_accepted", "_inputs", "_laid_out", "_queue", "_relied_on", "_seen_written", "addresses",
+        "_accepted", "_backend", "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses",
         "call", "compiled", "memory_check", "model_check", "ranged",
     )  # fmt: skip
 
     compiled: CompiledModel
-    call: Callable[..., tuple[Any, ...]]
+    call: Code
     memory_check: Callable[[tuple[Tensor, ...]], None] | None
     model_check: ModelCheck | None
     _relied_on: Snapshot
 
     def __init__(
-        self,
-        compiled: CompiledModel,
-        inputs: StaticInputs,
-        address: Callable[[Tensor], int],
-        queue: WorkQueue | None = None,
+        self, compiled: CompiledModel, inputs: StaticInputs, backend: GraphBackend
     ) -> None:
-        self._queue = queue
-        self.addresses = Addresses(address)
+        self._backend = backend
+        self.addresses = Addresses(backend.address)
         self.ranged = False
         self._inputs = inputs
         self._seen_written: set[str] = set()
@@ -66,9 +61,8 @@ class ModelCode:
     def bind(self, compiled: CompiledModel) -> None:
         """Use and watch the weights that `compiled` is bound to."""
         self.compiled = compiled
-        self.call = compiled.link(range_hooks if self.ranged else None)
-        if self._queue is not None:
-            self.call = delayed_code(self._queue, compiled, self.call)
+        code = compiled.link(range_hooks if self.ranged else None)
+        self.call = self._backend.link(code, compiled)
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             self.addresses.watch_read(name, reader(*place, compiled.model))

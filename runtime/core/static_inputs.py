@@ -21,11 +21,8 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...config import Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.basics.tensors import storage_id, zero_all
+from ..backends.protocol import Load
 from .padding import ZEROS, Fill, PaddingPolicy, padding_policy
-
-Load = Callable[[tuple[Tensor, ...]], None]
-Mark = Callable[[], None]
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,13 @@ from ...torch_compat.basics.tensors import (
     set_grad_enabled,
     tree_map_only,
 )
-from ..backends.protocol import Event
+from ..backends.protocol import Event, Replay
 from ..forward_context import CURRENT, ForwardContext
-from ..parts.checks.address_checks import MetadataAddresses
+from ..parts.checks.address_checks import MetadataAddresses, Snapshot
 from ..parts.checks.step_reads import StepReads
 from ..parts.log.step_log import StepLog, StepObserver
 from .binding import Bind, binder, packer
 from .code import ModelCode
-from .static_inputs import Mark, Sizes
 from .usage import IdleSteps, Usage
 
 
@@ -50,11 +49,14 @@ class StepGraph(Protocol):
     @property
     def runs_python(self) -> bool: ...
     @property
+    def addresses(self) -> Snapshot: ...
+    @property
     def metadata(self) -> MetadataAddresses | None: ...
     @property
     def reads(self) -> StepReads | None: ...
-    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]: ...
-    def poison(self) -> None: ...
+    @property
+    def replay(self) -> Replay: ...
+    def poison(self, overwrite: Callable[[torch.Tensor], object]) -> None: ...
 
 
 class BetweenSteps(Protocol):
@@ -94,10 +96,9 @@ class Steps:
         max_num_reqs: int,
         event: Callable[[], Event],
         *,
-        poisons: bool,
+        poison_result: Callable[[torch.Tensor], object] | None,
     ) -> None:
-        """`event` is the backend's. `poisons` poisons the results of a graph once another step has
-        run."""
+        """`event` and `poison_result` are the backend's."""
         self.context = context
         self.usage = usage
         self.running = False
@@ -108,7 +109,7 @@ class Steps:
         self._event = event
         self._copied: Event | None = None
         """Of the last step, once an engine has asked for it: an event costs a step time."""
-        self._poisons = poisons
+        self._poison_result = poison_result
         self._observers: tuple[StepObserver, ...] = ()
         self._last_graph: StepGraph | None = None
 
@@ -215,6 +216,7 @@ class Steps:
                     graph.metadata.check(metadata)
                 if graph.reads is not None:
                     graph.reads.check(context)
+                graph.addresses.check_step()
                 results = graph.replay(tensors, sizes, copied)
             self.running = False
             if needs_context:
@@ -227,8 +229,8 @@ class Steps:
             set_grad_enabled(with_grad)
             raise
         self.usage.count(decision, num_tokens)
-        if self._poisons:
-            self._poison_old_results(graph)
+        if self._poison_result is not None:
+            self._poison_old_results(graph, self._poison_result)
         return self._pack(results, tensors)
 
     def _graph_of(self, decision: Decision) -> StepGraph | None:
@@ -308,10 +310,12 @@ class Steps:
         self.context.layers = {}
         self.code.close()
 
-    def _poison_old_results(self, graph: StepGraph | None) -> None:
+    def _poison_old_results(
+        self, graph: StepGraph | None, overwrite: Callable[[torch.Tensor], object]
+    ) -> None:
         """Poison the results of the last graph, unless `graph` has just overwritten them."""
         if self._last_graph is not None and self._last_graph is not graph:
-            self._last_graph.poison()
+            self._last_graph.poison(overwrite)
         self._last_graph = graph
 
     @contextmanager

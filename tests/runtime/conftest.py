@@ -30,6 +30,8 @@ from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.setup.policy import Policy, dispatch_plan
 
+from .fake_device import FakeBackend
+
 
 @dataclass
 class Rig:
@@ -173,12 +175,14 @@ def make_rig(backend: GraphBackend, device: str) -> Rig:
     return Rig(backend, torch.device(device), Events(), backend.new_pool())
 
 
-@pytest.fixture(params=["replay", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["replay", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The replay backend has all checks on."""
     with torch.no_grad():
         if request.param == "replay":
             yield make_rig(strict_backend(), "cpu")
+        elif request.param == "fake":
+            yield make_rig(FakeBackend(), "cpu")
         else:
             yield make_rig(choose_backend("cuda", torch.device("cuda")), "cuda")
 

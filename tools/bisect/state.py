@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.core.preserved import SavedMemory
-from ...runtime.parts.checks.address_checks import tensors_by_path
+from ...runtime.tensors_by_path import tensors_by_path
 from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4

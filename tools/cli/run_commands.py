@@ -266,7 +266,7 @@ def decoder_case(
     The KV cache is empty, as at the first step, or has the rows that the file states.
     """
     from ...runtime.core.step_file import restore_state
-    from ...runtime.parts.checks.address_checks import tensors_by_path
+    from ...runtime.tensors_by_path import tensors_by_path
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
     from ..serve.run import library_config, start_service

@@ -42,7 +42,7 @@ from ... import (
     prepare,
 )
 from ...errors import BundleMissing, BundleStale
-from ...runtime.parts.checks.address_checks import tensors_by_path
+from ...runtime.tensors_by_path import tensors_by_path
 from ..explain import explain
 from ..start_lines import start_lines
 from .prometheus import MultiprocessMetrics, metrics_text

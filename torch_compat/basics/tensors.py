@@ -44,6 +44,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from .devices import autocast_devices
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -82,7 +84,7 @@ def under_autocast(fn: Callable[..., Any], arguments: Sequence[Any]) -> Callable
 def under_this_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, also later called under the autocast that is active now."""
     cache = torch.is_autocast_cache_enabled()
-    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+    for device in filter(torch.is_autocast_enabled, autocast_devices()):
         fn = under_autocast(fn, (device, torch.get_autocast_dtype(device), True, cache))
     return fn
 

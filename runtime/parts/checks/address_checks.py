@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -23,6 +22,7 @@ from ....compile.ir.serialization import dtype_name
 from ....errors import HostValueChanged, MovedTensor
 from ....torch_compat.basics.modules import Place, place_reader
 from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
+from ...tensors_by_path import tensors_by_path
 from .shared_memory import named_weights
 
 Read = Callable[[], Place | None]
@@ -281,7 +281,6 @@ class MetadataAddresses:
 STEPS_WITH_METADATA_CHECK = 3
 METADATA_CHECK_EVERY = 64
 METADATA_PER_STEP = 4
-_DEPTH = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 
 
@@ -308,24 +307,3 @@ def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
     places = ", ".join(place.format(path) for path in paths)
     read: Callable[[Any], list[Place]] = eval(f"lambda metadata: [{places}]")
     return read
-
-
-def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """The tensors in containers and attributes, each with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    if depth == _DEPTH or value is None or isinstance(value, (bool, int, float, str, bytes, type)):
-        return
-    items: Iterable[tuple[str, Any]]
-    if isinstance(value, Mapping):
-        items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    elif not hasattr(value, "__dict__") and not is_dataclass(value):
-        return
-    else:
-        names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
-        items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
-    for place, item in items:
-        yield from tensors_by_path(place, item, depth + 1)

@@ -43,7 +43,7 @@ from ...core.records import Records, ShadowStopped, WrongStep
 from ...core.step_file import write_steps
 from ...core.steps import Steps
 from ...forward_context import ForwardContext, forward_context
-from ..checks.address_checks import tensors_by_path
+from ...tensors_by_path import tensors_by_path
 from ..seal.monitor import allow_compilation
 
 MOST_STATE = 1 << 30

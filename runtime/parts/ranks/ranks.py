@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +24,7 @@ from ....dispatch import DispatchPlan
 from ....errors import RankLost, RanksDisagree
 from ....torch_compat.basics.distributed import process_group_store
 from ...setup.policy import attention_support
+
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
     """What ranks compare before they capture: everything that decides a dispatch or a capture.

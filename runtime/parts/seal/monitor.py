@@ -2,7 +2,7 @@
 
 Dynamo, Inductor and its autotuner report to torch's structured trace, which tlparse reads as well;
 listening there imports neither and costs nothing while nothing compiles. Triton calls its
-compilation listener. The beginning of every CUDA graph, and of every capture on the model's
+compilation listener. The beginning of every graph of a device, and of every capture on the model's
 backend, is hooked. Work in a thread that is not the model's, or inside `allow_compilation()`, such
 as the preparation of another model, is no violation.
 """
@@ -14,21 +14,20 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ....config import AfterSeal
 from ....errors import WorkAfterSeal
+from ....torch_compat.basics.devices import graph_classes
 from ....torch_compat.basics.structured_trace import TRACE_LOGGER
 from ...backends.protocol import GraphBackend
 from ...core.records import Records
 from ...forward_context import CURRENT, ForwardContext
+
 
 class Kind(StrEnum):
     """Work that must not happen after `seal()`."""
@@ -79,9 +78,14 @@ class Monitor:
             self._records.events.emit("seal")
             self._handler = _TraceHandler(self._saw)
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
-            self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
-            if self._backend.name != "cuda":  # whose captures begin a CUDA graph
+            classes = graph_classes()
+            if (own := self._backend.graph_class) is None:
                 self._hooks.append(_Hook(type(self._backend), "begin", self._saw_begin))
+            else:
+                classes.setdefault(own, f"a graph of {own.__name__}")
+            for graph_class, name in classes.items():
+                saw = partial(self._saw_graph, name)
+                self._hooks.append(_Hook(graph_class, "capture_begin", saw))
             if knobs := _triton_knobs():
                 self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
 
@@ -97,8 +101,8 @@ class Monitor:
         if not cache_hit:
             self._saw(Kind.TRITON, f"kernel {src.name}")
 
-    def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
-        self._saw(Kind.CAPTURE, "a CUDA graph")
+    def _saw_graph(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self._saw(Kind.CAPTURE, name)
 
     def _saw_begin(self, backend: GraphBackend, *args: Any) -> None:
         if backend is self._backend:

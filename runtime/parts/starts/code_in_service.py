@@ -271,8 +271,7 @@ class CodeInService:
         inputs = allocate_inputs(
             compiled, self._config.steps, self._device, buffers, self._backend.order_steps
         )
-        queue = getattr(self._backend, "queue", None)
-        code = ModelCode(compiled, inputs, self._backend.address, queue)
+        code = ModelCode(compiled, inputs, self._backend)
         self.graphs = Graphs(
             code, inputs, dispatcher, self._config, self._backend, self._steps.context,
             self._records, self._exchange, self._steps.usage.counts, self._monitor.start,

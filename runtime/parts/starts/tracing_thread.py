@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 
 from ....compile.ir.compilation import CompileRequest
+from ....torch_compat.basics.devices import autocast_devices
 from ....torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 from ...core.records import Records
 from ..ranks.ranks import Exchange
@@ -77,7 +78,9 @@ class TracingThread:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._autocast_dtypes = {each: torch.get_autocast_dtype(each) for each in ("cpu", "cuda")}
+        self._autocast_dtypes = {
+            device: torch.get_autocast_dtype(device) for device in autocast_devices()
+        }
         keep_device_guard()
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run

@@ -13,7 +13,6 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
-from piecegraph.runtime.capture.installed_graph import InstalledGraph
 from piecegraph.runtime.core.records import ShadowStopped, WrongStep
 from piecegraph.runtime.parts.proof.shadow import Cause, Stopped
 from piecegraph.runtime.setup import model_policy
@@ -418,19 +417,14 @@ def test_steps_that_cannot_be_compared_in_the_beginning(
         assert facts["proved"] == []
 
 
-def test_one_wrong_graph_is_out_of_service_alone(
-    serve: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wrong_graph_is_out_of_service_alone(serve: Prepare) -> None:
     served = serve(shadow=EACH)
     as_decode(served)
     served.prepared.capture()
-    replay = InstalledGraph.replay
-
-    def wrong(self: InstalledGraph, *args: Any) -> Any:
-        results = replay(self, *args)
-        return [one + 1 for one in results] if self.recording.name == "FULL 4" else results
-
-    monkeypatch.setattr(InstalledGraph, "replay", wrong)
+    installed = filter(None, served.prepared._graphs.present.installed)
+    graph = next(each for each in installed if each.recording.name == "FULL 4")
+    replay = graph.replay
+    graph.replay = lambda *args: [one + 1 for one in replay(*args)]
     assert run(served, 2, 1)
     assert the_wrong_step(served.prepared).out_of_service == Cause.GRAPH
     assert the_wrong_step(served.prepared).graphs == ["FULL 4"]
