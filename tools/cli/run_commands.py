@@ -59,7 +59,7 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
             inspect.Parameter.KEYWORD_ONLY,
             default=declared.default or None if declared.default == () else declared.default,
             annotation=Annotated[
-                types[name] if isinstance(declared.typed, str) else declared.typed,
+                declared.typed(types[name]),
                 typer.Option(
                     flag_of(name),
                     help=declared.help,

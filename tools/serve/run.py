@@ -241,16 +241,9 @@ def require_kernels(device: torch.device) -> None:
 def library_config(options: RunOptions, model: Any = None) -> Config:
     """The library's configuration for the reference decoder and its attention op, or for a model of
     transformers, which has its own settings."""
-    left_to_the_library: dict[str, Any] = {
-        "graph_mode": options.mode,
-        "level": options.level,
-        "capture_sizes": options.capture_sizes,
-        "cache_dir": options.cache_dir,
-        "shadow": {"every": options.shadow} if options.shadow else None,
-    }
-    chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     variants: dict[str, Any] = {}
+    chosen = options.settings
     if options.speculate:
         support = AttentionSupport.UNIFORM_BATCH
         variants |= {"query_lens": 1, "speculation_schedule": draft_schedule(options)}
@@ -264,13 +257,6 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
     own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention": {"support": support}}
     config = Config(
         **(own if options.hf is None else model.settings),
-        max_num_tokens=options.max_num_tokens,
-        max_num_reqs=options.max_num_reqs,
-        strategy=options.strategy,
-        compiler=options.backend,
-        cache=not options.no_cache,
-        bundle=options.bundle,
-        codegen={"dump_dir": options.dump_dir},
         variants=variants,
         **chosen,
     )
