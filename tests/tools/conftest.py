@@ -79,6 +79,7 @@ class EagerPrepared:
     batches: list = field(default_factory=list)
     calls: list = field(default_factory=list)
 
+    config = Config()
     dispatcher = SimpleNamespace(plan=SimpleNamespace(entries=()))
     ledger = SimpleNamespace(own=lambda owner, tensors: None)
 
@@ -185,15 +186,7 @@ def make_world():
             max_num_reqs=max_num_reqs,
         )
         clock = Clock()
-        engine = Engine(
-            prepared,
-            model.logits,
-            scheduler,
-            buffers,
-            clock=clock,
-            device=torch.device("cpu"),
-            run=prepared.run,
-        )
+        engine = Engine(prepared, model.logits, scheduler, buffers, clock, prepared.run)
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 
     return make

@@ -23,7 +23,7 @@ from .serving_log import Clock, ServingLog
 class Engine:
     """Serves with one prepared model; `run` is its `run`, or a replacement.
 
-    `ranks` serve in step with each other.
+    With `ranks`, which are set after the engine is made, these serve in step with each other.
     """
 
     def __init__(
@@ -32,27 +32,22 @@ class Engine:
         logits: Callable[[torch.Tensor], torch.Tensor],
         scheduler: Scheduler,
         buffers: Buffers,
-        *,
         clock: Clock,
-        device: torch.device,
         run: Callable[..., Any],
-        max_loras: int = 0,
-        ranks: Ranks | None = None,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
         self.scheduler = scheduler
         self.buffers = buffers
         self.clock = clock
-        self.device = device
-        self.log = ServingLog(clock)
         self.run = run
-        self.max_loras = max_loras
-        self.ranks = ranks
+        self.ranks: Ranks | None = None
+        self.log = ServingLog(clock)
+        self.device = next(iter(buffers.tensors.values())).device
         self.copied = prepared.copies_done()
         """Of the last step: from then on the host may fill staging memory again."""
         self._staging = torch.zeros(
-            4, scheduler.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
+            4, scheduler.max_num_tokens, dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -129,7 +124,7 @@ class Engine:
         ids = [token for share in shares for token in share.tokens]
         positions = [at for share in shares for at in range(share.start, share.context_len)]
         inputs = [ids, positions]
-        if self.max_loras:
+        if "lora_rows" in self.prepared.config.inputs:
             adapters = active_adapters(schedule)
             places = {adapter: place for place, adapter in enumerate(adapters)}
             used = [share.request.lora for share in shares for _ in share.tokens]

@@ -18,18 +18,16 @@ NO_LIMIT = 2**60
 
 def sections(facts: Facts) -> list[Section]:
     """One section for each subject, in the order of a startup and a run."""
-    against = facts.get("against")
+    against, mode = facts.get("against"), facts["graph_mode"]
     compared = [against_section(against["differences"], against)] if against else []
+    warnings = [(each["what"], each["todo"]) for each in facts["advice"]]
+    reasons = [(reason,) for reason in mode["reasons"]]
+    asked = f"Asked for: {mode['requested'] or 'nothing'}. In use: {mode['resolved']}."
     return [
         *compared,
         Section(
             "Warnings",
-            [
-                Table(
-                    [(each["what"], each["todo"]) for each in facts["advice"]],
-                    columns("what", "what to do", what_to_do="text"),
-                )
-            ],
+            [Table(warnings, columns("what", "what to do", what_to_do="text"))],
             id="warnings",
         ),
         _startup(facts),
@@ -47,42 +45,13 @@ def sections(facts: Facts) -> list[Section]:
         _cache(facts),
         Section(
             "Graph mode",
-            [
-                Table(
-                    [(reason,) for reason in facts["graph_mode"]["reasons"]],
-                    columns("why"),
-                    empty="It is the mode that was asked for.",
-                )
-            ],
-            [
-                f"Asked for: {facts['graph_mode']['requested'] or 'nothing'}."
-                f" In use: {facts['graph_mode']['resolved']}."
-            ],
+            [Table(reasons, columns("why"), empty="It is the mode that was asked for.")],
+            [asked],
             id="mode",
         ),
         _captures(facts),
         _dispatch(facts),
-        Section(
-            "Padding",
-            [
-                Table(
-                    [
-                        (
-                            row["mode"],
-                            row["num_tokens"],
-                            row["steps"],
-                            row["rows"],
-                            row["wasted"],
-                            f"{row['share']:.1%}",
-                        )
-                        for row in facts["padding"]
-                    ],
-                    columns("mode", "tokens", "steps", "rows", "wasted", "share"),
-                    empty="No step was padded: none ran in a graph.",
-                )
-            ],
-            id="padding",
-        ),
+        _padding(facts),
         Section(
             "Settings",
             id="settings",
@@ -105,63 +74,32 @@ def _startup(facts: Facts) -> Section:
         for span in spans
     ]
     heads = columns("phase", "start", "seconds", "when", when="bar")
-    return Section(
-        "Startup",
-        [
-            Table(
-                rows,
-                heads,
-                "Seconds since the first row began; “other” is time that no row below explains",
-            )
-        ],
-        id="startup",
-    )
+    caption = "Seconds since the first row began; “other” is time that no row below explains"
+    return Section("Startup", [Table(rows, heads, caption)], id="startup")
 
 
 def _guards(facts: Facts) -> Section:
-    return Section(
-        "Guards",
-        [
-            Table(
-                [
-                    (
-                        guard["expression"],
-                        guard["where"],
-                        guard["origin"],
-                        "yes" if guard["proved"] else "no",
-                        guard["method"],
-                    )
-                    for guard in facts["guards"]
-                ],
-                columns(
-                    *("guard", "where", "from", "proved", "by"),
-                    **dict.fromkeys(("where", "from", "proved", "by"), "text"),
-                    guard="code",
-                ),
-                empty="Tracing left no guard on a size.",
-            )
-        ],
-        [f"Policy: {facts['policy']}."],
-        id="guards",
-    )
+    rows = [
+        (
+            *(guard[fact] for fact in ("expression", "where", "origin")),
+            "yes" if guard["proved"] else "no",
+            guard["method"],
+        )
+        for guard in facts["guards"]
+    ]
+    texts = ("where", "from", "proved", "by")
+    heads = columns("guard", *texts, **dict.fromkeys(texts, "text"), guard="code")
+    table = Table(rows, heads, empty="Tracing left no guard on a size.")
+    return Section("Guards", [table], [f"Policy: {facts['policy']}."], id="guards")
 
 
 def _regions(facts: Facts) -> Section:
     """Of a model that is not traced."""
-    return Section(
-        "Compiled regions",
-        [
-            Table(
-                [
-                    (each["function"], each["where"], each["seconds"], each["generated"])
-                    for each in facts["regions"]
-                ],
-                columns("function", "where", "seconds", "generated", where="text"),
-                empty="The model is not traced, and no function that it compiles itself ran.",
-            )
-        ],
-        id="regions",
-    )
+    names = ("function", "where", "seconds", "generated")
+    rows = [tuple(region[name] for name in names) for region in facts["regions"]]
+    nothing = "The model is not traced, and no function that it compiles itself ran."
+    table = Table(rows, columns(*names, where="text"), empty=nothing)
+    return Section("Compiled regions", [table], id="regions")
 
 
 def _pieces(facts: Facts) -> Section:
@@ -270,3 +208,11 @@ def _dispatch(facts: Facts) -> Section:
         [by_size, Table(why, columns("mode", "reason", "steps", reason="text"), "Why")],
         id="dispatch",
     )
+
+
+def _padding(facts: Facts) -> Section:
+    counts = ("mode", "num_tokens", "steps", "rows", "wasted")
+    rows = [(*(row[count] for count in counts), f"{row['share']:.1%}") for row in facts["padding"]]
+    heads = columns("mode", "tokens", "steps", "rows", "wasted", "share")
+    nothing = "No step was padded: none ran in a graph."
+    return Section("Padding", [Table(rows, heads, empty=nothing)], id="padding")

@@ -127,7 +127,7 @@ def start_service(
             ranks=ranks,
         )
     try:
-        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
+        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         engine.ranks = ranks
         prepared.prove_with(recorded, buffers.refill)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
@@ -356,29 +356,15 @@ def _engine(
     layers: Mapping[str, LayerCache],
     scheduler: Scheduler,
     buffers: Buffers,
-    device: torch.device,
 ) -> tuple[Engine, Verification]:
     """The engine, running its steps through a verifier unless verification is off."""
     clock = Clock()
-    verifier = Verifier(
-        prepared,
-        model,
-        layers,
-        clock=clock,
-        every=1 if options.verify == "all" else SAMPLE_EVERY,
-    )
+    every = 1 if options.verify == "all" else SAMPLE_EVERY
+    verifier = Verifier(prepared, model, layers, clock=clock, every=every)
     run = prepared.run if options.verify == "none" else verifier.run
     kind = OverlappingEngine if options.overlap else Engine
-    engine = (BucketEngine if options.buckets else kind)(
-        prepared,
-        model.logits,
-        scheduler,
-        buffers,
-        clock=clock,
-        device=device,
-        run=run,
-        max_loras=options.lora,
-    )
+    kind = BucketEngine if options.buckets else kind
+    engine = kind(prepared, model.logits, scheduler, buffers, clock, run)
     return engine, verifier.result
 
 
