@@ -59,7 +59,7 @@ def splitting_ops(plan: Plan) -> set[str]:
     return {step.op for step in plan.steps if step.kind == "call"}
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the tensors of custom ops, from any caller."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def run_eagerly(case: BisectCase) -> list[Ran]:
         decision = step.without_graph()
         metadata = step.metadata_for(decision)
         context = forward_context(ForwardContext(case.layers, metadata))
-        calls = Calls()
+        calls = OpCalls()
         with context, torch.no_grad(), calls:
             results = case.model(*step.args, **step.kwargs)
         runs.append(Ran(decision, copies(results), calls.calls))
@@ -120,7 +120,7 @@ def run_prepared(
         decision = prepared.dispatch(step.batch)
         ran = Ran(decision, clobbered=state.changed_since(before) if state is not None else [])
         runs.append(ran)
-        calls = Calls()
+        calls = OpCalls()
         try:
             metadata = step.metadata_for(decision)
             with calls:

@@ -16,11 +16,11 @@ import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
 from .metadata import Buffers
-from .scheduler import Request, Schedule, Scheduler
+from .scheduler import Request, Scheduler, StepSchedule
 from .serving_log import Clock, ServingLog
 
 
-class Engine:
+class ReferenceEngine:
     """Serves with one prepared model; `run` is its `run`, or a replacement.
 
     With `ranks`, which are set after the engine is made, these serve in step with each other.
@@ -77,7 +77,7 @@ class Engine:
         self.log.ended(schedule, decision, completed)
         return completed
 
-    def next_step(self) -> tuple[Schedule, Decision, tuple[torch.Tensor, ...], Any]:
+    def next_step(self) -> tuple[StepSchedule, Decision, tuple[torch.Tensor, ...], Any]:
         """The next step's inputs and metadata, on their way to the device."""
         self.copied.synchronize()
         schedule = self.scheduler.schedule()
@@ -114,10 +114,12 @@ class Engine:
         decision = self.prepared.dispatch(common)
         return self.prepared.dispatcher.follow(decision.graph_index, batch)
 
-    def batch(self, schedule: Schedule) -> Batch:
+    def batch(self, schedule: StepSchedule) -> Batch:
         return to_batch(schedule)
 
-    def inputs(self, schedule: Schedule, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+    def inputs(
+        self, schedule: StepSchedule, descriptor: BatchDescriptor
+    ) -> tuple[torch.Tensor, ...]:
         """The model's inputs, int64: ids and positions of the real rows, and with LoRA the index
         tensors: each row's place among the active adapters (-1: none), and these adapters."""
         shares = schedule.shares
@@ -138,13 +140,13 @@ class Engine:
         )
 
     def sampled(
-        self, hidden: torch.Tensor, schedule: Schedule, descriptor: BatchDescriptor
+        self, hidden: torch.Tensor, schedule: StepSchedule, descriptor: BatchDescriptor
     ) -> torch.Tensor:
         """The most likely next token of each sampled row, (sampled rows,) on the device."""
         rows = self.sampled_rows(schedule, descriptor)
         return self.logits(hidden[rows]).argmax(dim=-1) if rows else hidden.new_empty(0)
 
-    def sampled_rows(self, schedule: Schedule, descriptor: BatchDescriptor) -> list[int]:
+    def sampled_rows(self, schedule: StepSchedule, descriptor: BatchDescriptor) -> list[int]:
         """The rows from which next tokens are sampled: of the last known tokens and of drafts."""
         rows, end = list[int](), 0
         for share in schedule.shares:
@@ -154,7 +156,7 @@ class Engine:
         return rows
 
 
-def to_batch(schedule: Schedule) -> Batch:
+def to_batch(schedule: StepSchedule) -> Batch:
     """What the library needs to know about a step. The base model counts as an adapter where it
     shares the step with others."""
     decode, lengths = schedule.is_decode, {share.query_len for share in schedule.shares}
@@ -170,7 +172,7 @@ def to_batch(schedule: Schedule) -> Batch:
     )
 
 
-def active_adapters(schedule: Schedule) -> list[int]:
+def active_adapters(schedule: StepSchedule) -> list[int]:
     """The LoRA adapters of a step, ascending."""
     adapters = {share.request.lora for share in schedule.shares}
     return sorted(adapter for adapter in adapters if adapter is not None)

@@ -36,7 +36,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """One subject. `details` are long texts by summary and `picture` is SVG, for a page only."""
 
     title: str
@@ -57,7 +57,7 @@ def columns(*names: str, **kinds: str) -> tuple[Column, ...]:
     )
 
 
-def as_terminal(section: Section) -> Iterator[RenderableType]:
+def as_terminal(section: ReportSection) -> Iterator[RenderableType]:
     """The section's tables and notes for a console of rich."""
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -79,7 +79,7 @@ def as_terminal(section: Section) -> Iterator[RenderableType]:
         yield Text(note, style=section.style)
 
 
-def as_markdown(section: Section) -> str:
+def as_markdown(section: ReportSection) -> str:
     """The section as Markdown; pictures and details are left out."""
     parts = [f"## {section.title}", *section.notes]
     for table in section.tables:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidSetting
-from ..report.sections import Section, Table, columns
+from ..report.sections import ReportSection, Table, columns
 
 if TYPE_CHECKING:
     from ... import Ranks
@@ -71,7 +71,7 @@ def rank_facts(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ranks_section(ranks: list[dict[str, Any]]) -> Section:
+def ranks_section(ranks: list[dict[str, Any]]) -> ReportSection:
     """One line for each rank."""
     rows = [
         (
@@ -86,4 +86,4 @@ def ranks_section(ranks: list[dict[str, Any]]) -> Section:
         for rank, of in enumerate(ranks)
     ]
     names = "rank", "requests", "steps", "first answer, s", "verified", "difference", "switch after"
-    return Section("Ranks", [Table(rows, columns(*names))])
+    return ReportSection("Ranks", [Table(rows, columns(*names))])

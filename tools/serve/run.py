@@ -34,7 +34,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.bucket_plan import plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
-from ..engine.engine import Engine
+from ..engine.engine import ReferenceEngine
 from ..engine.kv_cache import LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers, recorded
 from ..engine.model import INPUTS, Decoder
@@ -47,7 +47,7 @@ from .options import RunOptions
 from .progress import counting, starting
 from .ranks import rank_facts
 from .report import Report, build_report
-from .verify import SAMPLE_EVERY, Verification, Verifier
+from .verify import SAMPLE_EVERY, VerificationResult, Verifier
 
 SAMPLED_REQUESTS = 4
 """Requests that are compared with the model's own `generate`, unless all are."""
@@ -63,8 +63,8 @@ class Service:
     model: Any
     layers: Mapping[str, LayerCache]
     buffers: Buffers
-    engine: Engine
-    verification: Verification
+    engine: ReferenceEngine
+    verification: VerificationResult
 
 
 @contextmanager
@@ -356,13 +356,13 @@ def _engine(
     layers: Mapping[str, LayerCache],
     scheduler: Scheduler,
     buffers: Buffers,
-) -> tuple[Engine, Verification]:
+) -> tuple[ReferenceEngine, VerificationResult]:
     """The engine, running its steps through a verifier unless verification is off."""
     clock = Clock()
     every = 1 if options.verify == "all" else SAMPLE_EVERY
     verifier = Verifier(prepared, model, layers, clock=clock, every=every)
     run = prepared.run if options.verify == "none" else verifier.run
-    kind = OverlappingEngine if options.overlap else Engine
+    kind = OverlappingEngine if options.overlap else ReferenceEngine
     kind = BucketEngine if options.buckets else kind
     engine = kind(prepared, model.logits, scheduler, buffers, clock, run)
     return engine, verifier.result

@@ -43,7 +43,7 @@ class Mismatch:
 
 
 @dataclass(slots=True)
-class Verification:
+class VerificationResult:
     """`max_abs_diff` is over the finite differences of all `steps` compared."""
 
     steps: int = 0
@@ -76,7 +76,7 @@ class Verifier:
         self.layers = layers
         self.clock = clock
         self.every = every
-        self.result = Verification()
+        self.result = VerificationResult()
         self._step = -1
         self._seen: set[tuple[str, int]] = set()
 
