@@ -57,12 +57,8 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     than two requests.
     """
     if requests < 2:
-        raise InvalidSetting(
-            name="requests",
-            value=requests,
-            reason="one is always alone",
-            expected="2 or more",
-        )
+        reason = "one is always alone"
+        raise InvalidSetting(name="requests", value=requests, reason=reason, expected="2 or more")
     state = State(case.model, case.layers)
     every = list(range(requests))
     batches = {

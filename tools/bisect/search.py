@@ -53,12 +53,9 @@ def bisect(
     `write_script`. Raises InvalidSetting for a configuration without a stage.
     """
     if not any(stages(case.config)):
-        raise InvalidSetting(
-            name="compile",
-            value=False,
-            reason="graphs are off as well, which leaves nothing that could be wrong",
-            expected="to have one of the two on",
-        )
+        reason = "graphs are off as well, which leaves nothing that could be wrong"
+        expected = "to have one of the two on"
+        raise InvalidSetting(name="compile", value=False, reason=reason, expected=expected)
     with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
         own = replace(case, config=with_own_cache(case.config, Path(folder)))
         search = _Search(own, say)

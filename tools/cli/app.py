@@ -160,12 +160,9 @@ def log_to_stderr() -> None:
     """Show the library's log from the level in PIECEGRAPH_LOG_LEVEL on, by default warnings."""
     level = (read(LOG_LEVEL) or "warning").casefold()
     if level not in LEVELS:
-        raise InvalidSetting(
-            name=LOG_LEVEL,
-            value=level,
-            reason="there is no such level",
-            expected="one of " + ", ".join(LEVELS),
-        )
+        reason = "there is no such level"
+        expected = "one of " + ", ".join(LEVELS)
+        raise InvalidSetting(name=LOG_LEVEL, value=level, reason=reason, expected=expected)
     log = logging.getLogger("piecegraph")
     log.setLevel(level.upper())
     if not log.handlers:

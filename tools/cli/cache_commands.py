@@ -171,12 +171,9 @@ def _model_of(option: str, target: str, cache_dir: Path | None) -> tuple[Module,
         sys.path.insert(0, str(Path.cwd()))
         model, config = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise InvalidSetting(
-            name=option,
-            value=target,
-            reason=f"{type(error).__name__}: {error}",
-            expected="module:function, a function that returns (model, Config)",
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        expected = "module:function, a function that returns (model, Config)"
+        raise InvalidSetting(name=option, value=target, reason=reason, expected=expected) from error
     return model, config if cache_dir is None else config.changed(cache_dir=cache_dir)
 
 
@@ -259,12 +256,9 @@ def _entries_to_ship(root: Path, names: Sequence[str] | None) -> list[Manifest]:
         each for each, _ in manifests(root) if each.kind == "bundle" and not each.aside_reason
     ]
     if not chosen:
-        raise InvalidSetting(
-            name="--cache-dir",
-            value=str(root),
-            reason="it holds no bundle",
-            expected="a cache that `piecegraph cache warm` or a run has filled",
-        )
+        reason = "it holds no bundle"
+        expected = "a cache that `piecegraph cache warm` or a run has filled"
+        raise InvalidSetting(name="--cache-dir", value=str(root), reason=reason, expected=expected)
     return chosen
 
 
@@ -289,12 +283,9 @@ def import_command(
     elif keys := trusted_keys(signing_key()):
         believed = keys.refuses
     else:
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="there is no key to check a signature with",
-            expected="--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
-        )
+        reason = "there is no key to check a signature with"
+        expected = "--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"
+        raise InvalidSetting(name="PATH", value=str(path), reason=reason, expected=expected)
     entries = import_image(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
     cache, stored = Cache(root, events), []
@@ -325,12 +316,8 @@ def keygen_command(
     if next_epoch:
         key = read_signing_key(path).next_epoch()
     elif path.exists():
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="it exists",
-            expected="a new file, or --next-epoch to keep its key",
-        )
+        expected = "a new file, or --next-epoch to keep its key"
+        raise InvalidSetting(name="PATH", value=str(path), reason="it exists", expected=expected)
     else:
         key = SigningKey.new(name=name, expires=expires.date() if expires else None)
     write_keys(key, path)
@@ -406,12 +393,8 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
     )
     for found, (name, value), reason in faults:
         if found:
-            raise InvalidSetting(
-                name=name,
-                value=value,
-                reason=reason,
-                expected="options with which there is something to store",
-            )
+            expected = "options with which there is something to store"
+            raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
 def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:

@@ -67,29 +67,20 @@ def outputs(
             to_stdout or path.is_dir() or not _can_be_written(path)
         ):
             allowed = ", or - for standard output" if option in stdout else ""
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason="no file can be written there",
-                expected=f"a file in a folder that exists{allowed}",
-            )
+            reason = "no file can be written there"
+            expected = f"a file in a folder that exists{allowed}"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         if path.exists() and not path.is_file():
             continue
         place = path if to_stdout else Path(os.path.realpath(path))
         if place in seen:
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason=f"what {seen[place]} asks for goes there already",
-                expected="a file of its own for each",
-            )
+            reason = f"what {seen[place]} asks for goes there already"
+            expected = "a file of its own for each"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         if option in plots and path.suffix not in PLOTS:
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason="its suffix names no format of a plot",
-                expected=f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}",
-            )
+            reason = "its suffix names no format of a plot"
+            expected = f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         seen[place] = option
     return checked
 

@@ -48,12 +48,9 @@ def choice(name: str, value: str, choices: Iterable[Choice]) -> Choice:
     for candidate, member in by_name.items():
         if candidate.replace("-", "_").casefold() == wanted:
             return member
-    raise InvalidSetting(
-        name=name,
-        value=value,
-        reason="there is no such choice",
-        expected="one of " + ", ".join(by_name).casefold(),
-    )
+    reason = "there is no such choice"
+    expected = "one of " + ", ".join(by_name).casefold()
+    raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
 def one_of(choices: Iterable[Any]) -> Parse:
@@ -73,12 +70,9 @@ def parse_sizes(name: str, value: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in value.split(","))
     except ValueError:
-        raise InvalidSetting(
-            name=name,
-            value=value,
-            reason="it is not a list of numbers",
-            expected="sizes separated by commas, such as 1,2,4,8",
-        ) from None
+        reason = "it is not a list of numbers"
+        expected = "sizes separated by commas, such as 1,2,4,8"
+        raise InvalidSetting(name=name, value=value, reason=reason, expected=expected) from None
 
 
 def attention_code(name: str, value: str) -> str:
@@ -107,12 +101,8 @@ def scale(*, above_zero: bool) -> Parse:
         if 0 <= value <= LARGEST_SCALE and (value > 0 or not above_zero):
             return value
         lowest = "above 0" if above_zero else "of 0 or more"
-        raise InvalidSetting(
-            name=name,
-            value=value,
-            reason="it is out of range",
-            expected=f"a finite number {lowest}, at most {LARGEST_SCALE}",
-        )
+        expected = f"a finite number {lowest}, at most {LARGEST_SCALE}"
+        raise InvalidSetting(name=name, value=value, reason="it is out of range", expected=expected)
 
     return parse
 
@@ -190,12 +180,9 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
         )
     options = {stated: flag_of(option) for option, stated in SETTINGS.items()}
     if setting in options:
-        raise InvalidSetting(
-            name=name,
-            value=text,
-            reason="the setting has an option of its own",
-            expected=f"the option {options[setting]}",
-        )
+        reason = "the setting has an option of its own"
+        expected = f"the option {options[setting]}"
+        raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
     from ...config import Config
 
     try:
@@ -410,11 +397,8 @@ def _check_sizes(options: RunOptions, typed: str | None) -> RunOptions:
     limit = f"--max-num-tokens {options.max_num_tokens}"
     left_out = len(options.capture_sizes or ()) - len(fitting)
     if not typed.endswith(".json") or not fitting:
-        raise InvalidSetting(
-            name="--capture-sizes",
-            value=typed,
-            reason=f"{left_out} of its sizes are larger than {limit}",
-            expected="sizes up to that limit, or raise it",
-        )
+        reason = f"{left_out} of its sizes are larger than {limit}"
+        expected = "sizes up to that limit, or raise it"
+        raise InvalidSetting(name="--capture-sizes", value=typed, reason=reason, expected=expected)
     print(f"warning: {left_out} sizes larger than {limit} are left out", file=sys.stderr)
     return replace(options, capture_sizes=fitting)

@@ -32,12 +32,8 @@ def of_rank(options: RunOptions) -> RunOptions:
     if launched_rank() is None:
         return options
     if options.buckets:
-        raise InvalidSetting(
-            name="--buckets",
-            value=True,
-            reason="the engine that it starts runs no steps without requests, as ranks do",
-            expected="one process",
-        )
+        reason = "the engine that it starts runs no steps without requests, as ranks do"
+        raise InvalidSetting(name="--buckets", value=True, reason=reason, expected="one process")
     own = options.device == "cuda"
     return replace(options, device=f"cuda:{os.environ['LOCAL_RANK']}") if own else options
 

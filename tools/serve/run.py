@@ -230,12 +230,9 @@ def require_kernels(device: torch.device) -> None:
     from triton import knobs
 
     if device.type == "cpu" and not knobs.runtime.interpret:
-        raise InvalidSetting(
-            name="--attention",
-            value="triton",
-            reason="on a CPU Triton's kernels run in its interpreter, which is off",
-            expected="plain, or TRITON_INTERPRET=1 in the environment",
-        )
+        reason = "on a CPU Triton's kernels run in its interpreter, which is off"
+        expected = "plain, or TRITON_INTERPRET=1 in the environment"
+        raise InvalidSetting(name="--attention", value="triton", reason=reason, expected=expected)
 
 
 def library_config(options: RunOptions, model: Any = None) -> Config:
