@@ -15,7 +15,7 @@ from ...errors import DispatchError, InvalidSetting
 from ...runtime.parts.log.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
-from .observe import OpCalls, Ran, copies, run_eagerly, splitting_ops
+from .observe import Ran, run_eagerly, run_step, splitting_ops
 from .stages import FULL, Stage, prepared_for
 from .state import State
 
@@ -87,7 +87,9 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
                 decisions = _decisions(prepared, step, mode)
                 for padding, decision in zip(("", ", padded"), decisions, strict=False):
                     state.restore()
-                    ran = eager(step) if mode == "eager" else _run(prepared, step, decision)
+                    ran = eager(step) if mode == "eager" else run_step(prepared, step, decision)
+                    if ran.error is not None:
+                        raise ran.error
                     rows = _RequestRows(ran, ops, numbers.index(0), step)
                     want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
                     difference, where = rows.compare(want, names)
@@ -125,13 +127,6 @@ def _largest(prepared: PreparedModel, step: Step, mode: str) -> int:
     ]
     entries = prepared.dispatcher.plan.entries
     return max(usable, key=lambda index: entries[index].descriptor.num_tokens, default=NO_GRAPH)
-
-
-def _run(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
-    metadata, observed = step.metadata_for(decision), OpCalls()
-    with observed:
-        results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-    return Ran(decision, copies(results), observed.calls)
 
 
 class _RequestRows:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import Decision, ForwardContext, PreparedModel, forward_context
 from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ..steps import Step
 from .case import BisectCase
 from .state import State
 
@@ -118,17 +119,23 @@ def run_prepared(
     for step in case.steps:
         before = state.contents() if state is not None else {}
         decision = prepared.dispatch(step.batch)
-        ran = Ran(decision, clobbered=state.changed_since(before) if state is not None else [])
-        runs.append(ran)
-        calls = OpCalls()
-        try:
-            metadata = step.metadata_for(decision)
-            with calls:
-                results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-            ran.results = copies(results)
-        except Exception as error:
-            ran.error, ran.inside = error, calls.inside
-        ran.calls = calls.calls
-        if ran.error is not None:
+        clobbered = state.changed_since(before) if state is not None else []
+        runs.append(run_step(prepared, step, decision))
+        runs[-1].clobbered = clobbered
+        if runs[-1].error is not None:
             break
     return runs
+
+
+def run_step(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
+    """One step through `prepared`."""
+    ran, calls = Ran(decision), OpCalls()
+    try:
+        metadata = step.metadata_for(decision)
+        with calls:
+            results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+        ran.results = copies(results)
+    except Exception as error:
+        ran.error, ran.inside = error, calls.inside
+    ran.calls = calls.calls
+    return ran

@@ -17,7 +17,7 @@ import typer
 
 from ...cache.keys.environment import OFF, read
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.output import outputs
+from ..report.output import output_of
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
 from .cache_entries import (
@@ -238,8 +238,7 @@ def export_command(
     from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
-    (output,) = outputs({"PATH": path})
-    assert output is not None
+    output = output_of("PATH", path)
     chosen = _entries_to_ship(root, names)
     with output.writing():
         image = export_image(chosen, DirectoryLayer(root, name=str(root)), path, signer)
@@ -360,13 +359,10 @@ def warm_command(
         seconds = time.perf_counter() - began
         _refuse_failed(root, events.named("cache.publish_failed"))
         facts.append({"rank": rank, "device": name, "bundle": bundle, "seconds": seconds})
-    say(
-        json_path,
-        facts,
-        "\n".join(
-            f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
-        ),
+    text = (
+        f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
     )
+    say(json_path, facts, "\n".join(text))
     return 0
 
 

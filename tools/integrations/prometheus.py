@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -255,18 +256,14 @@ class MultiprocessMetrics:
                 (gauge.labels(**sample.labels) if sample.labels else gauge).set(sample.value)
 
 
-def _counter(name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
-    family = CounterMetricFamily(name, help, labels=labels)
+def _filled(kind: Any, name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
+    family: Metric = kind(name, help, labels=labels)
     for values, value in samples.items():
-        family.add_metric(values, value)
+        family.add_metric(values, value)  # type: ignore[attr-defined]
     return family
 
 
-def _gauge(name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
-    family = GaugeMetricFamily(name, help, labels=labels)
-    for values, value in samples.items():
-        family.add_metric(values, value)
-    return family
+_counter, _gauge = partial(_filled, CounterMetricFamily), partial(_filled, GaugeMetricFamily)
 
 
 def _named(counters: Mapping[str, int], prefix: str) -> dict[tuple[str, ...], float]:

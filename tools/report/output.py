@@ -85,6 +85,13 @@ def outputs(
     return checked
 
 
+def output_of(option: str, path: Path, *, stdout: bool = False) -> Output:
+    """The output of one option. Raises what `outputs` raises."""
+    (output,) = outputs({option: path}, stdout=(option,) if stdout else ())
+    assert output is not None
+    return output
+
+
 def read_facts(path: Path, name: str, command: str, schema: int, key: str) -> dict[str, Any]:
     """What `command` wrote: JSON of this schema with `key`. `name` is the option of the file.
 

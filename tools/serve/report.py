@@ -96,7 +96,7 @@ def _verification(verification: VerificationResult, generated: Any) -> Report:
         "steps": verification.steps,
         "max_abs_diff": verification.max_abs_diff,
         "mismatch": verification.mismatch and verification.mismatch.as_json(),
-        "generate": generated and generated.as_json(),
+        "generate": generated and asdict(generated),
     }
 
 
