@@ -106,10 +106,7 @@ def run_eagerly(case: BisectCase) -> list[Ran]:
 
 
 def run_prepared(
-    case: BisectCase,
-    prepared: PreparedModel,
-    *,
-    state: State | None = None,
+    case: BisectCase, prepared: PreparedModel, *, state: State | None = None
 ) -> list[Ran]:
     """The steps through `prepared`, up to the first that raises.
 

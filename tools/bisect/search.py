@@ -312,12 +312,7 @@ class _Search:
             return ""
         return "right without padding"
 
-    def _is_right(
-        self,
-        stage: Stage,
-        index: int,
-        **settings: Any,
-    ) -> bool:
+    def _is_right(self, stage: Stage, index: int, **settings: Any) -> bool:
         """Whether the step alone is right, with other settings."""
         config = self.case.config.changed(**settings)
         alone = replace(self.case, config=config, steps=[self.case.steps[index]])

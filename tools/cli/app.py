@@ -16,31 +16,19 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from ...cache.keys.environment import LOG_LEVEL, observed, read
-from ...errors import (
-    CacheError,
-    ConfigError,
-    DispatchError,
-    InvalidSetting,
-    PiecegraphError,
-)
+from ...errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
 from ..serve.ranks import launched_rank
 from .cache_commands import cache_app
 from .check_commands import check_app
 from .doctor_command import doctor_command
-from .run_commands import (
-    bisect_command,
-    explain_command,
-    profile_command,
-    run_command,
-)
+from .run_commands import bisect_command, explain_command, profile_command, run_command
 from .sizes_commands import sizes_app
 
 BAD_VALUE, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 3, 130, 141
 LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
-    help="Graph capture and dispatch for LLM inference.",
-    pretty_exceptions_enable=False,
+    help="Graph capture and dispatch for LLM inference.", pretty_exceptions_enable=False
 )
 
 

@@ -20,16 +20,7 @@ from ...errors import CacheNotWritable, InvalidSetting
 from ..report.output import output_of
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import (
-    cache_directory,
-    described,
-    lines,
-    manifests,
-    named,
-    of_kind,
-    parsed,
-    say,
-)
+from .cache_entries import cache_directory, described, lines, manifests, named, of_kind, parsed, say
 from .run_commands import JsonOption, stderr, with_run_options
 
 if TYPE_CHECKING:
@@ -43,8 +34,7 @@ MISS = DIFFERENT = 1
 UNVERIFIABLE = 4
 
 cache_app = typer.Typer(
-    help="Look into the cache, check it, explain a miss, ship it.",
-    no_args_is_help=True,
+    help="Look into the cache, check it, explain a miss, ship it.", no_args_is_help=True
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
@@ -129,8 +119,7 @@ def stats_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> 
 @cache_app.command("verify")
 def verify_command(
     trace: Annotated[
-        str | None,
-        typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config)."),
+        str | None, typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config).")
     ] = None,
     cache_dir: DirOption = None,
     json_path: JsonOption = None,

@@ -42,8 +42,7 @@ JsonOption = Annotated[
 ]
 
 ReplayOption = Annotated[
-    Path | None,
-    typer.Option("--replay", help="Run the steps in this file, of `run --record`."),
+    Path | None, typer.Option("--replay", help="Run the steps in this file, of `run --record`.")
 ]
 
 
@@ -95,12 +94,7 @@ def _show_all_options(context: typer.Context, wanted: bool) -> None:
 
 HelpAllOption = Annotated[
     bool,
-    typer.Option(
-        "--help-all",
-        callback=_show_all_options,
-        is_eager=True,
-        help="Show all options.",
-    ),
+    typer.Option("--help-all", callback=_show_all_options, is_eager=True, help="Show all options."),
 ]
 
 
@@ -192,8 +186,7 @@ def explain_command(
         Path | None, typer.Option(help="Show what differs from this `--format json` output.")
     ] = None,
     of: Annotated[
-        Path | None,
-        typer.Option(help="Explain this `--format json` output; run nothing."),
+        Path | None, typer.Option(help="Explain this `--format json` output; run nothing.")
     ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""

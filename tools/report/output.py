@@ -45,10 +45,7 @@ class Output:
 
 
 def outputs(
-    paths: Mapping[str, Path | None],
-    *,
-    stdout: Collection[str] = (),
-    plots: Collection[str] = (),
+    paths: Mapping[str, Path | None], *, stdout: Collection[str] = (), plots: Collection[str] = ()
 ) -> list[Output | None]:
     """One output for each option that has a path, in order.
 

@@ -155,12 +155,7 @@ class Declared:
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    parse: Parse | None = None,
-    panel: str | None = None,
-    **typer: Any,
+    default: Any, help: str, *, parse: Parse | None = None, panel: str | None = None, **typer: Any
 ) -> Any:
     """A field that is a command-line option, see `Declared`."""
     return field(metadata={"option": Declared(default, help, parse, panel, typer)})
@@ -248,9 +243,7 @@ class RunOptions:
         "eager", "Capture: eager, delayed or lazy.", parse=one_of(CaptureStrategy)
     )
     capture_sizes: tuple[int, ...] | None = option(
-        None,
-        "Padded sizes with graphs: 1,2,4,8 or a sizes file.",
-        parse=parse_sizes,
+        None, "Padded sizes with graphs: 1,2,4,8 or a sizes file.", parse=parse_sizes
     )
     max_num_tokens: int = option(128, "Token budget of a step.", metavar="N", min=1, max=2**17)
     max_num_reqs: int = option(16, "Requests running at a time.", metavar="N", min=1, max=2**17)

@@ -23,10 +23,7 @@ from ... import (
     prepare,
     switched_off,
 )
-from ...dispatch import (
-    BucketLimits,
-    Phase,
-)
+from ...dispatch import BucketLimits, Phase
 from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
@@ -119,13 +116,7 @@ def start_service(
                 graph_mode=GraphMode.FULL,
                 attention={"support": AttentionSupport.ALWAYS},
             )
-        prepared = prepare(
-            model,
-            config,
-            layers=layers,
-            events=events,
-            ranks=ranks,
-        )
+        prepared = prepare(model, config, layers=layers, events=events, ranks=ranks)
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         engine.ranks = ranks
@@ -252,11 +243,7 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         chosen["tracing"] = {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
         chosen["steps"] = {"padding": {"lora_rows": -1}}
     own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention": {"support": support}}
-    config = Config(
-        **(own if options.hf is None else model.settings),
-        variants=variants,
-        **chosen,
-    )
+    config = Config(**(own if options.hf is None else model.settings), variants=variants, **chosen)
     return switched_off(config.changed(**dict(options.set)), options.off)
 
 

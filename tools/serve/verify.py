@@ -126,9 +126,7 @@ class Verifier:
 
 
 def _stray_write(
-    before: Mapping[str, LayerCache],
-    after: Mapping[str, LayerCache],
-    metadata: AttentionMetadata,
+    before: Mapping[str, LayerCache], after: Mapping[str, LayerCache], metadata: AttentionMetadata
 ) -> str | None:
     """The first cache slot that changed though the step does not own it, in words."""
     own = metadata.unpadded().slot_mapping

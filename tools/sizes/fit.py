@@ -19,11 +19,7 @@ from ...errors import InvalidSetting
 
 
 def fit_sizes(
-    counts: Sequence[float],
-    *,
-    max_graphs: int,
-    base: Iterable[int] = (),
-    alignment: int = 1,
+    counts: Sequence[float], *, max_graphs: int, base: Iterable[int] = (), alignment: int = 1
 ) -> tuple[int, ...]:
     """At most `max_graphs` sizes, ascending, that serve `counts` with the fewest padded rows.
 
