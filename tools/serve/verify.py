@@ -8,7 +8,7 @@ cache: a step may change only its own slots and the dump block.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,7 @@ class Mismatch:
     what: str
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "mode": self.mode,
-            "descriptor": self.descriptor.as_json(),
-            "what": self.what,
-        }
+        return {**asdict(self), "descriptor": self.descriptor.as_json()}
 
 
 @dataclass(slots=True)
