@@ -25,7 +25,7 @@ from piecegraph.tools.cli.run_commands import (
 from piecegraph.tools.engine.scheduler import Request
 from piecegraph.tools.report.origin import origin
 from piecegraph.tools.report.output import Output, figure_class, outputs, read_facts
-from piecegraph.tools.report.sections import Section, as_terminal
+from piecegraph.tools.report.sections import ReportSection, as_terminal
 from piecegraph.tools.serve.options import RunOptions, choice
 from piecegraph.tools.serve.requests import read_requests, requests_of
 
@@ -361,7 +361,7 @@ def _outputs(json_path: Path | None, plot: Path | None) -> tuple[Output | None, 
     return to_json, to_plot
 
 
-def _show(section: Section, result: dict[str, Any], to_json: Output | None) -> None:
+def _show(section: ReportSection, result: dict[str, Any], to_json: Output | None) -> None:
     console_beside(to_json).print(*as_terminal(section), sep="\n")
     write_json(to_json, result)
 

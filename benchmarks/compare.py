@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from piecegraph.tools.report.sections import Section, Table, columns
+from piecegraph.tools.report.sections import ReportSection, Table, columns
 
 SCHEMA = 1
 
@@ -117,7 +117,7 @@ def _verdict(name: str, old: Facts, new: Facts, few: bool) -> str:
     return ("better" if better else "worse") + (", fewer than 3 rounds" if few else "")
 
 
-def comparison_section(result: Facts) -> Section:
+def comparison_section(result: Facts) -> ReportSection:
     """The comparison as a table, with what else differs as notes."""
     table = [
         (
@@ -133,10 +133,10 @@ def comparison_section(result: Facts) -> Section:
     heads = columns("what", "figure", "old", "new", "ratio", "verdict", figure="text")
     notes = [f"differs: {each}" for each in result["differs"]]
     notes += [f"only in the first file: {each}" for each in result["only_old"]]
-    return Section("Median (least to most)", [Table(table, heads)], notes)
+    return ReportSection("Median (least to most)", [Table(table, heads)], notes)
 
 
-def summary_section(summary: Sequence[Facts]) -> Section:
+def summary_section(summary: Sequence[Facts]) -> ReportSection:
     """The figures of a run as a table; with the least and the most if they fit into a terminal."""
     few = len(summary) <= FEW
     title = "median of the rounds" + (" (least to most)" if few else "")
@@ -149,7 +149,7 @@ def summary_section(summary: Sequence[Facts]) -> Section:
         ]
         head = f"{name.removesuffix('_ms')} {part} ms" if part else name.replace("_", " ")
         rows.append((head, *shown))
-    return Section("Serving", [Table(rows, columns(*names), title)])
+    return ReportSection("Serving", [Table(rows, columns(*names), title)])
 
 
 def _spread(cell: Any) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from piecegraph.tools.report.sections import Section, Table, columns
+from piecegraph.tools.report.sections import ReportSection, Table, columns
 
 WIDE = 8
 """A table with more columns than this does not fit into the width of a terminal."""
 
 
-def ratios_section(name: str, result: dict[str, Any]) -> Section:
+def ratios_section(name: str, result: dict[str, Any]) -> ReportSection:
     """What a benchmark measured, if anything, and the ratios that sum it up.
 
     Of `rows` those `columns` are shown, by default all, that hold something. A table of many
@@ -35,7 +35,7 @@ def ratios_section(name: str, result: dict[str, Any]) -> Section:
         spread = [" to ".join(map(_short, quartiles.get(name, ()))) for name, _ in ratios]
         ratios = [(*row, shown) for row, shown in zip(ratios, spread, strict=True)]
     tables.append(Table(ratios, columns(*heads), "Ratios"))
-    return Section(name, tables)
+    return ReportSection(name, tables)
 
 
 def _short(cell: Any) -> Any:

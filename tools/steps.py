@@ -135,10 +135,10 @@ def load_steps(
         content = torch.load(path, map_location=device, weights_only=False)
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']}")
-        rows = [
-            (row["args"], row["kwargs"], row["metadata"], row["batch"]) for row in content["steps"]
+        steps = [
+            Step(row["args"], Batch(**row["batch"]), row["metadata"], row["kwargs"])
+            for row in content["steps"]
         ]
-        steps = [Step(args, Batch(**batch), kept, kwargs) for args, kwargs, kept, batch in rows]
     except Exception as error:
         raise InvalidSetting(
             name="steps file",

@@ -1,15 +1,17 @@
 """What a prepared model did, as typed data: read by reports and metrics.
 
-Each record is also emitted as an event, which is output only.
+Each kind of record states its event, its key in the report and its metrics, so that a new fact is
+a new class here. Kinds are reported in the order of their classes. Each record is also emitted as
+an event, which is output only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 from ...compile.ir.compilation import CompileRecords
 from ...events import Events, Span
@@ -18,20 +20,75 @@ KEPT = 4096
 """Records kept of each kind; the oldest are dropped first."""
 
 
+@dataclass(frozen=True)
+class Metric:
+    """A counter for Prometheus: the records of a kind, by the fields `labels`.
+
+    With `amount` it adds up these amounts. With `first` it is a gauge: the amount of the first
+    record, absent without one.
+    """
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    amount: Callable[[Any], float] = lambda record: 1
+    first: bool = False
+
+    def samples(self, records: Sequence[Record]) -> dict[tuple[str, ...], float]:
+        """Values by those of the labels; without labels a counter begins with 0."""
+        sums: dict[tuple[str, ...], float] = {} if self.labels or self.first else {(): 0}
+        for record in records[:1] if self.first else records:
+            labels = tuple(getattr(record, label) for label in self.labels)
+            sums[labels] = sums.get(labels, 0) + self.amount(record)
+        return sums
+
+
 @dataclass_transform(frozen_default=True)
 class Record:
     """A fact, with the name and the log level of its event. Its classes are frozen dataclasses."""
 
     event: ClassVar[str]
     level: ClassVar[int]
+    report: ClassVar[str]
+    """The key of these records in the report, such as `buckets.holes`; empty without one."""
+    metrics: ClassVar[tuple[Metric, ...]] = ()
 
-    def __init_subclass__(cls, *, event: str = "", level: int = logging.DEBUG) -> None:
-        cls.event, cls.level = event, level
+    def __init_subclass__(
+        cls, *, event: str = "", level: int = logging.DEBUG, report: str = ""
+    ) -> None:
+        cls.event, cls.level, cls.report = event, level, report
         dataclass(frozen=True)(cls)
 
     def facts(self) -> dict[str, Any]:
         """JSON-able, as the report and the event state it."""
         return asdict(cast(Any, self))
+
+    @classmethod
+    def reported(cls, records: list[Self]) -> dict[str, Any]:
+        """What the report states of all records of this kind, by key."""
+        return {cls.report: [record.facts() for record in records]} if cls.report else {}
+
+
+def record_kinds(base: type[Record] = Record) -> Iterator[type[Record]]:
+    """The kinds of records below `base`, in the order of their classes."""
+    for kind in base.__subclasses__():
+        yield kind
+        yield from record_kinds(kind)
+
+
+class BucketHole(Record, event="buckets.hole", level=logging.INFO, report="buckets.holes"):
+    """Legal steps without a bucket: the smallest, and the largest of each dimension."""
+
+    phase: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+class BucketsMissing(Record, event="buckets.missing", level=logging.INFO, report="buckets.missing"):
+    """Buckets that would close all holes of a phase."""
+
+    phase: str
+    buckets: list[tuple[int, ...]]
 
 
 class GraphRecord(Record):
@@ -43,9 +100,18 @@ class GraphRecord(Record):
     step: int
 
 
-class CaptureRecord(GraphRecord, event="capture"):
+class CaptureRecord(GraphRecord, event="capture", report="captures"):
     """A graph was captured."""
 
+    metrics = (
+        Metric("piecegraph_captures", "Graphs captured.", ("mode",)),
+        Metric(
+            "piecegraph_capture_seconds",
+            "Seconds spent capturing.",
+            ("mode",),
+            lambda capture: capture.ms / 1000,
+        ),
+    )
     ms: float
     bytes: int
     allocated: int
@@ -55,20 +121,9 @@ class CaptureRecord(GraphRecord, event="capture"):
     """Of the graphs that are replayed: equal if one executable can become the other."""
     descriptor: Mapping[str, Any]
 
-
-class BucketHole(Record, event="buckets.hole", level=logging.INFO):
-    """Legal steps without a bucket: the smallest, and the largest of each dimension."""
-
-    phase: str
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-
-
-class BucketsMissing(Record, event="buckets.missing", level=logging.INFO):
-    """Buckets that would close all holes of a phase."""
-
-    phase: str
-    buckets: list[tuple[int, ...]]
+    @classmethod
+    def reported(cls, records: list[Self]) -> dict[str, Any]:
+        return {**super().reported(records), "executables": _executables(records)}
 
 
 class CaptureFailure(GraphRecord, event="capture.failed", level=logging.WARNING):
@@ -78,12 +133,40 @@ class CaptureFailure(GraphRecord, event="capture.failed", level=logging.WARNING)
     retry_at_step: int | None
 
 
-class ForecastAccuracy(Record, event="memory.accuracy", level=logging.INFO):
-    """What the graphs captured at startup were forecast to take, and what they took, in bytes."""
+class RegionCompiled(Record, event="region.compiled", level=logging.INFO, report="regions"):
+    """A function that the model compiles itself was traced for a dummy batch; unless `generated`,
+    its code was stored."""
 
-    forecast: int
-    actual: int
-    accuracy: float | None
+    function: str
+    where: str
+    seconds: float
+    generated: bool
+
+
+class RowsMixed(Record, event="rows_mixed", level=logging.WARNING, report="rows_mixed"):
+    """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
+
+    piece: int
+    result: str
+    where: str | None
+    size: str
+
+
+class UnwatchedTensors(
+    Record, event="capture.unwatched", level=logging.WARNING, report="unwatched"
+):
+    """A FULL graph reads these tensors, and no step checks their addresses: `watch` them."""
+
+    recording: str
+    tensors: list[str]
+
+
+class HostValues(Record, event="capture.host_values", level=logging.WARNING, report="host_values"):
+    """A graph has the values that these tensors on the host had at its capture. A step after one of
+    them was changed in place raises HostValueChanged."""
+
+    recording: str
+    tensors: list[str]
 
 
 class MemoryUse(Record, event="memory"):
@@ -94,38 +177,39 @@ class MemoryUse(Record, event="memory"):
     free: int
 
 
-class UnwatchedTensors(Record, event="capture.unwatched", level=logging.WARNING):
-    """A FULL graph reads these tensors, and no step checks their addresses: `watch` them."""
-
-    recording: str
-    tensors: list[str]
+class StartupRecord(Record):
+    """Something that the startup did after `prepare`."""
 
 
-class HostValues(Record, event="capture.host_values", level=logging.WARNING):
-    """A graph has the values that these tensors on the host had at its capture. A step after one of
-    them was changed in place raises HostValueChanged."""
+class ForecastAccuracy(
+    StartupRecord, event="memory.accuracy", level=logging.INFO, report="memory_forecast"
+):
+    """What the graphs captured at startup were forecast to take, and what they took, in bytes."""
 
-    recording: str
-    tensors: list[str]
-
-
-class RowsMixed(Record, event="rows_mixed", level=logging.WARNING):
-    """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
-
-    piece: int
-    result: str
-    where: str | None
-    size: str
+    forecast: int
+    actual: int
+    accuracy: float | None
 
 
-class RegionCompiled(Record, event="region.compiled", level=logging.INFO):
-    """A function that the model compiles itself was traced for a dummy batch; unless `generated`,
-    its code was stored."""
+class WarmupStep(StartupRecord, event="warmup", report="warmup"):
+    """Item `n` `of` warm-up is done."""
 
-    function: str
-    where: str
-    seconds: float
-    generated: bool
+    n: int
+    of: int
+    kind: str
+    shape: str
+    ms: float
+    free_bytes: int | None
+
+
+class SkippedWarmup(
+    StartupRecord, event="warmup.skipped", level=logging.WARNING, report="skipped_warmup"
+):
+    """A kind of warm-up was left out."""
+
+    kind: str
+    shapes: list[str]
+    cost: str
 
 
 class BackgroundPhase(Record, event="background", level=logging.INFO):
@@ -138,6 +222,9 @@ class BackgroundPhase(Record, event="background", level=logging.INFO):
 class BackgroundFailure(Record, event="background.failed", level=logging.WARNING):
     """The model could not be compiled and stays uncompiled."""
 
+    metrics = (
+        Metric("piecegraph_background_failures", "Compilations beside serving that failed."),
+    )
     reason: str
 
 
@@ -171,6 +258,14 @@ class BundleFailed(Record, event="bundle.failed", level=logging.ERROR):
 class Switched(Record, event="background.switched", level=logging.INFO):
     """Compiled code serves: `steps` ran uncompiled, and the switch took `ms` between two."""
 
+    metrics = (
+        Metric(
+            "piecegraph_switch_seconds",
+            "Seconds from the start until compiled code served.",
+            amount=lambda switch: switch.seconds,
+            first=True,
+        ),
+    )
     seconds: float
     steps: int
     ms: float
@@ -181,25 +276,6 @@ class LibrariesBuilt(Record, event="background.libraries", level=logging.INFO):
 
     seconds: float
     reason: str | None
-
-
-class WarmupStep(Record, event="warmup"):
-    """Item `n` `of` warm-up is done."""
-
-    n: int
-    of: int
-    kind: str
-    shape: str
-    ms: float
-    free_bytes: int | None
-
-
-class SkippedWarmup(Record, event="warmup.skipped", level=logging.WARNING):
-    """A kind of warm-up was left out."""
-
-    kind: str
-    shapes: list[str]
-    cost: str
 
 
 class ShadowStopped(Record, event="shadow.stopped", level=logging.WARNING):
@@ -217,6 +293,13 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     that only one wrote. `file` has the step.
     """
 
+    metrics = (
+        Metric(
+            "piecegraph_wrong_steps",
+            "Steps that differed from the uncompiled model, by what was taken out of service.",
+            ("out_of_service",),
+        ),
+    )
     mode: str
     num_tokens: int
     padded: int
@@ -226,6 +309,25 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     out_of_service: str
     graphs: list[str]
     file: str | None
+
+
+def _executables(captures: Sequence[CaptureRecord]) -> dict[str, dict[str, int]]:
+    """By mode: graphs, their topologies, and what the driver took for them. If graphs of one
+    topology shared one executable, `saved_bytes` of that would be left."""
+    rows = {}
+    for mode in {capture.mode: None for capture in captures}:
+        of_mode = [capture for capture in captures if capture.mode == mode]
+        graphs = [topology for capture in of_mode for topology in capture.topologies]
+        driver_bytes = sum(max(0, capture.bytes - capture.allocated) for capture in of_mode)
+        if graphs:
+            spare = len(graphs) - len(set(graphs))
+            rows[mode] = {
+                "graphs": len(graphs),
+                "topologies": len(set(graphs)),
+                "driver_bytes": driver_bytes,
+                "saved_bytes": driver_bytes * spare // len(graphs),
+            }
+    return rows
 
 
 R = TypeVar("R", bound=Record)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from ...cache import Cache
 from ...cache.names import blob_names, entry_names
 from ...compile.ir.plan import Plan
 from ...dispatch import ResolvedMode
-from ..parts.strategies.ledger import MemoryLedger
 from .records import (
     BackgroundFailure,
     BackgroundPhase,
-    BucketHole,
-    BucketsMissing,
-    CaptureRecord,
-    ForecastAccuracy,
-    HostValues,
     LibrariesBuilt,
     NotVerified,
     Record,
     Records,
-    RegionCompiled,
-    RowsMixed,
-    SkippedWarmup,
     Stale,
+    StartupRecord,
     Switched,
-    UnwatchedTensors,
     Verified,
-    WarmupStep,
+    record_kinds,
 )
 from .usage import Usage
+
+
+class Ledger(Protocol):
+    """Who owns which bytes."""
+
+    def rows(self) -> list[dict[str, Any]]: ...
 
 
 def build_report(
@@ -40,11 +38,12 @@ def build_report(
     resolved: ResolvedMode,
     usage: Usage,
     cache: Cache,
-    ledger: MemoryLedger,
+    ledger: Ledger,
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = records.compile.bundle
     counters = records.counters
+    of_startup = list(record_kinds(StartupRecord))
     return {
         "startup": {
             "phases": [{"name": span.name, "seconds": span.seconds} for span in records.phases],
@@ -75,20 +74,9 @@ def build_report(
             "resolved": resolved.mode.value,
             "reasons": mode_reasons(resolved),
         },
-        "buckets": {
-            "holes": _facts(records, BucketHole),
-            "missing": _facts(records, BucketsMissing),
-        },
-        "captures": _facts(records, CaptureRecord),
-        "executables": executables(records.of(CaptureRecord)),
-        "regions": _facts(records, RegionCompiled),
-        "rows_mixed": _facts(records, RowsMixed),
-        "unwatched": _facts(records, UnwatchedTensors),
-        "host_values": _facts(records, HostValues),
+        **_record_facts(records, (kind for kind in record_kinds() if kind not in of_startup)),
         "memory": ledger.rows(),
-        "memory_forecast": _facts(records, ForecastAccuracy),
-        "warmup": _facts(records, WarmupStep),
-        "skipped_warmup": _facts(records, SkippedWarmup),
+        **_record_facts(records, of_startup),
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
     }
@@ -106,7 +94,7 @@ def background_facts(records: Records) -> dict[str, Any] | None:
         "phases": [phase.facts() for phase in phases],
         "failures": [failure.facts() for failure in failures],
         "switch": switched[0].facts() if switched else None,
-        "libraries": _facts(records, LibrariesBuilt),
+        "libraries": [built.facts() for built in records.of(LibrariesBuilt)],
     }
 
 
@@ -130,27 +118,14 @@ def mode_reasons(resolved: ResolvedMode) -> list[str]:
     return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
 
 
-def executables(captures: list[CaptureRecord]) -> dict[str, dict[str, int]]:
-    """By mode: graphs, their topologies, and what the driver took for them. If graphs of one
-    topology shared one executable, `saved_bytes` of that would be left."""
-    rows = {}
-    for mode in {capture.mode: None for capture in captures}:
-        of_mode = [capture for capture in captures if capture.mode == mode]
-        graphs = [topology for capture in of_mode for topology in capture.topologies]
-        driver_bytes = sum(max(0, capture.bytes - capture.allocated) for capture in of_mode)
-        if graphs:
-            spare = len(graphs) - len(set(graphs))
-            rows[mode] = {
-                "graphs": len(graphs),
-                "topologies": len(set(graphs)),
-                "driver_bytes": driver_bytes,
-                "saved_bytes": driver_bytes * spare // len(graphs),
-            }
-    return rows
-
-
-def _facts(records: Records, kind: type[Record]) -> list[dict[str, Any]]:
-    return [record.facts() for record in records.of(kind)]
+def _record_facts(records: Records, kinds: Iterable[type[Record]]) -> dict[str, Any]:
+    """What the records of these kinds state, by key; a dotted key is one inside of another."""
+    report: dict[str, Any] = {}
+    for kind in kinds:
+        for key, value in kind.reported(records.of(kind)).items():
+            section, _, name = key.rpartition(".")
+            (report.setdefault(section, {}) if section else report)[name] = value
+    return report
 
 
 def _stored(cache: Cache) -> dict[str, int]:

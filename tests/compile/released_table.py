@@ -59,7 +59,7 @@ class Copy:
     config: Any
     dtype: str
     compiler: str
-    proof: proof.Proof
+    proof: proof.ModelProof
     cache: Path
 
     def model(self) -> Any:

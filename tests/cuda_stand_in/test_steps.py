@@ -9,7 +9,7 @@ import piecegraph as pg
 from piecegraph.errors import InputMismatch
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.metadata import MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
 
 from .control import StandIn
 from .models import batch, eager, prepared
@@ -45,7 +45,7 @@ def test_metadata_is_uploaded_without_waiting(stand_in: StandIn, seed: int) -> N
 
     def fill(context: int) -> list[torch.Tensor]:
         share = Share(Request(0, [0] * 8, 1), context, 1, True)
-        metadata = buffers.fill(Schedule((share,), ()), blocks, pg.BatchDescriptor(4))
+        metadata = buffers.fill(StepSchedule((share,), ()), blocks, pg.BatchDescriptor(4))
         return [metadata.slot_mapping.clone(), metadata.seq_lens.clone()]
 
     before = waits(stand_in)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Config, Events, PreparedModel, prepare
-from piecegraph.runtime.core.records import KEPT, CaptureRecord, Records
+from piecegraph.runtime.core.records import (
+    KEPT,
+    CaptureFailure,
+    CaptureRecord,
+    Metric,
+    Records,
+    Switched,
+)
 
 
 class Doubling(nn.Module):
@@ -77,3 +84,24 @@ def test_records_have_a_bound() -> None:
     captures = records.of(CaptureRecord)
     assert len(captures) == KEPT
     assert captures[-1].step == KEPT + 2
+
+
+def test_what_a_record_states_is_in_report_and_metrics(
+    events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Metric("piecegraph_failed_sizes", "Sum.", ("mode",), lambda each: each.num_tokens)
+    monkeypatch.setattr(CaptureFailure, "report", "graphs.failed")
+    monkeypatch.setattr(CaptureFailure, "metrics", (steps,))
+    prepared = prepared_with(events)
+    assert prepared.report()["graphs"] == {"failed": []}
+    for size in (1, 2):
+        prepared.records.add(CaptureFailure("FULL", size, 0, 3, "no memory", None))
+    rows = prepared.report()["graphs"]["failed"]
+    assert [row["num_tokens"] for row in rows] == [1, 2]
+    assert value(prepared, "piecegraph_failed_sizes") == 3
+
+
+def test_a_gauge_is_absent_until_its_first_record_and_keeps_it() -> None:
+    (metric,) = Switched.metrics
+    assert metric.samples([]) == {}
+    assert metric.samples([Switched(3.0, 1, 2.0), Switched(9.0, 1, 2.0)]) == {(): 3.0}

@@ -23,7 +23,7 @@ from piecegraph import (
 from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.decoder_config import DecoderConfig
-from piecegraph.tools.engine.engine import Engine
+from piecegraph.tools.engine.engine import ReferenceEngine
 from piecegraph.tools.engine.kv_cache import allocate_layer_caches
 from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import Decoder
@@ -79,6 +79,7 @@ class EagerPrepared:
     batches: list = field(default_factory=list)
     calls: list = field(default_factory=list)
 
+    config = Config()
     dispatcher = SimpleNamespace(plan=SimpleNamespace(entries=()))
     ledger = SimpleNamespace(own=lambda owner, tensors: None)
 
@@ -141,7 +142,7 @@ class World:
     buffers: MetadataBuffers
     scheduler: Scheduler
     clock: Clock
-    engine: Engine
+    engine: ReferenceEngine
 
 
 @pytest.fixture(scope="session")
@@ -185,15 +186,7 @@ def make_world():
             max_num_reqs=max_num_reqs,
         )
         clock = Clock()
-        engine = Engine(
-            prepared,
-            model.logits,
-            scheduler,
-            buffers,
-            clock=clock,
-            device=torch.device("cpu"),
-            run=prepared.run,
-        )
+        engine = ReferenceEngine(prepared, model.logits, scheduler, buffers, clock, prepared.run)
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 
     return make

@@ -28,7 +28,7 @@ from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.engine.metadata import NO_SLOT, MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
@@ -70,7 +70,7 @@ class Batch:
             max_rows=self.total + padding, max_blocks=longest, device=CPU, triton=triton
         )
         descriptor = BatchDescriptor(self.total + padding, len(self.shares))
-        metadata = buffers.fill(Schedule(tuple(self.shares), ()), self.blocks, descriptor)
+        metadata = buffers.fill(StepSchedule(tuple(self.shares), ()), self.blocks, descriptor)
         change(metadata)
         given = [
             torch.cat((x, x.new_full((padding, *x.shape[1:]), torch.nan))) for x in self.inputs

@@ -15,7 +15,7 @@ from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.engine.metadata import MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ class Batch:
         for i, (start, query_len) in enumerate(shapes):
             self.blocks.grow(i, start + query_len)
             shares.append(Share(Request(i, [0] * 40, 1), start, query_len, decode))
-        self.schedule = Schedule(tuple(shares), ())
+        self.schedule = StepSchedule(tuple(shares), ())
         self.total = self.schedule.num_tokens
         self.cache = LayerCache(self.draw(64, BLOCK, KV_HEADS), self.draw(64, BLOCK, KV_HEADS))
         self.query = self.draw(self.total, HEADS)

@@ -10,7 +10,7 @@ from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.engine.metadata import MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
 
 pytestmark = pytest.mark.gpu
 
@@ -21,14 +21,14 @@ def decodes(contexts, blocks):
     for i, context in enumerate(contexts):
         assert blocks.grow(i, context + 1)
     shares = [Share(Request(i, [0] * 200, 1), n, 1, True) for i, n in enumerate(contexts)]
-    return Schedule(tuple(shares), ())
+    return StepSchedule(tuple(shares), ())
 
 
 def chunks(shapes, blocks):
     for i, (start, query_len) in enumerate(shapes):
         assert blocks.grow(i, start + query_len)
     shares = [Share(Request(i, [0] * 200, 1), *shape, False) for i, shape in enumerate(shapes)]
-    return Schedule(tuple(shares), ())
+    return StepSchedule(tuple(shares), ())
 
 
 class Side:

@@ -150,11 +150,7 @@ sys.exit(reproduce(Path(__file__).with_suffix(".pt"), {stage!r}))
 
 
 def write_script(
-    case: BisectCase,
-    finding: Finding,
-    path: Path,
-    say: Callable[[str], None],
-    cache: Path | None,
+    case: BisectCase, finding: Finding, path: Path, say: Callable[[str], None], cache: Path | None
 ) -> None:
     """Write the script to `path` and, beside it, model, settings and steps as `.pt`.
 

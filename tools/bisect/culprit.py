@@ -29,8 +29,13 @@ from .observe import Ran, splitting_ops
 from .pieces import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
 
 if TYPE_CHECKING:
+    import sympy
+
     from ...compile.ir.config import GraphPass
     from ...compile.ir.plan import Plan
+
+Cause = tuple[str | None, str | None, str]
+"""What a search found: operator, pass and note."""
 
 _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
@@ -80,16 +85,16 @@ def find_piece(plan: Plan, right: Ran, call: WrongCall | None) -> int | None:
     return uses - 1 if uses else None
 
 
-def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
-    """Source location and text of the guard that does not hold; (None, "") if all are proved."""
+def find_guard(plan: Plan, size: int) -> Cause:
+    """Source location and text of the guard that does not hold, if not all are proved."""
     unproved = [guard for guard in plan.guards if not guard.proved]
     broken = [g for g in unproved if any(size in sizes.values() for sizes in g.failing)]
     if not unproved:
-        return None, ""
+        return None, None, ""
     guard = (broken or unproved)[0]
     failing = ", ".join(str(one) for one in guard.failing) or guard.method
     operator = guard.where and guard.where.rpartition("/")[2]  # directories may be cut
-    return operator, f"guard {guard.expression} was not proved: it fails for {failing}"
+    return operator, None, f"guard {guard.expression} was not proved: it fails for {failing}"
 
 
 def context_of(case: BisectCase, step: int) -> AbstractContextManager[Any]:
@@ -130,17 +135,21 @@ class PieceSearch:
         uses = self._prepared.compiled.plan.at(num_tokens).piece_uses()
         return self.pieces_at(num_tokens)[uses[use]]
 
-    def find(self, use: int, *, step: int, num_tokens: int) -> tuple[str | None, str | None, str]:
-        """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
+    def find(self, use: int, step: int, num_tokens: int) -> Cause:
+        """The cause in the piece of `use`, which is wrong in `step`."""
         piece = self._piece(use, num_tokens)
         values = self.inputs_of(step, use)
         with context_of(self._case, step):
             return self.find_in(piece, values, num_tokens)
 
-    def find_in(
-        self, piece: DebugPiece, values: list[Any], num_tokens: int
-    ) -> tuple[str | None, str | None, str]:
-        """The same for a piece on given inputs."""
+    def find_at_size(
+        self, piece: DebugPiece, sizes: dict[sympy.Symbol, int], num_tokens: int
+    ) -> Cause:
+        """The same for a piece on generated inputs."""
+        return self.find_in(piece, piece.generated_inputs(sizes), num_tokens)
+
+    def find_in(self, piece: DebugPiece, values: list[Any], num_tokens: int) -> Cause:
+        """The same for a piece on `values`."""
         passes = passes_of(piece, self._config, num_tokens)
         nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
 
@@ -163,13 +172,13 @@ class PieceSearch:
             return operator, None, ""
         return operator, used[-1].name, f"right without the pass {used[-1].name}"
 
-    def mixing_operator(self, use: int, step: int, padded: int) -> str | None:
+    def find_mixing(self, use: int, step: int, padded: int) -> Cause:
         """The first operator of a piece whose real rows depend on the contents of the padding."""
         size = self._case.steps[step].batch.num_tokens
         piece = self._piece(use, size)
         values = self.inputs_of(step, use)
         if not padded > size:
-            return None
+            return None, None, ""
         with context_of(self._case, step):
             filled = (_padded(values, size, padded, fill) for fill in (0, 1))
             runs = [_NodeValues(piece.graph, each) for each in filled]
@@ -178,8 +187,8 @@ class PieceSearch:
             for one, other in zip(ones, others, strict=True):
                 computed = node.op.startswith("call_") and not _allocates(node.target)
                 if computed and _real_rows_differ(one, other, size, padded):
-                    return described(node)
-        return None
+                    return described(node), None, "its real rows depend on what padding holds"
+        return None, None, ""
 
     def inputs_of(self, step: int, use: int) -> list[Any]:
         """What the piece of `use` takes in `step` when all pieces run node by node."""
@@ -333,7 +342,7 @@ def _real_rows_differ(one: Any, other: Any, size: int, padded: int) -> bool:
     return bool((differences(one, other) > FLOOR).any())
 
 
-class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _FilledMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Uninitialized memory contains `fill`."""
 
     def __init__(self, fill: int) -> None:
@@ -346,7 +355,7 @@ class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[Any]:
-    with _Filled(fill):
+    with _FilledMemory(fill):
         return tree_leaves(graph(*_copied(values)))
 
 

@@ -15,7 +15,7 @@ from ...errors import DispatchError, InvalidSetting
 from ...runtime.parts.log.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
-from .observe import Calls, Ran, copies, run_eagerly, splitting_ops
+from .observe import Ran, run_eagerly, run_step, splitting_ops
 from .stages import FULL, Stage, prepared_for
 from .state import State
 
@@ -57,12 +57,8 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     than two requests.
     """
     if requests < 2:
-        raise InvalidSetting(
-            name="requests",
-            value=requests,
-            reason="one is always alone",
-            expected="2 or more",
-        )
+        reason = "one is always alone"
+        raise InvalidSetting(name="requests", value=requests, reason=reason, expected="2 or more")
     state = State(case.model, case.layers)
     every = list(range(requests))
     batches = {
@@ -79,20 +75,22 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     def alone() -> list[Tensor]:
         state.restore()
         step = compose([0])
-        return _Rows(eager(step), ops, 0, step).results
+        return _RequestRows(eager(step), ops, 0, step).results
 
     with prepared_for(case, Stage(FULL, {})) as prepared:
         names = call_names(prepared.compiled.plan)
         ops = splitting_ops(prepared.compiled.plan)
-        baseline: dict[str, _Rows] = {}
+        baseline: dict[str, _RequestRows] = {}
         for mode in ("eager", *(each.name for each in RuntimeMode)):
             for others, numbers in batches.items():
                 step = compose(numbers)
                 decisions = _decisions(prepared, step, mode)
                 for padding, decision in zip(("", ", padded"), decisions, strict=False):
                     state.restore()
-                    ran = eager(step) if mode == "eager" else _run(prepared, step, decision)
-                    rows = _Rows(ran, ops, numbers.index(0), step)
+                    ran = eager(step) if mode == "eager" else run_step(prepared, step, decision)
+                    if ran.error is not None:
+                        raise ran.error
+                    rows = _RequestRows(ran, ops, numbers.index(0), step)
                     want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
                     difference, where = rows.compare(want, names)
                     wrong = excess(want.results, rows.results, alone) is not None
@@ -131,14 +129,7 @@ def _largest(prepared: PreparedModel, step: Step, mode: str) -> int:
     return max(usable, key=lambda index: entries[index].descriptor.num_tokens, default=NO_GRAPH)
 
 
-def _run(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
-    metadata, observed = step.metadata_for(decision), Calls()
-    with observed:
-        results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-    return Ran(decision, copies(results), observed.calls)
-
-
-class _Rows:
+class _RequestRows:
     """The rows of one request in the results of a step and in tensors of its splitting calls."""
 
     def __init__(self, ran: Ran, ops: set[str], place: int, step: Step) -> None:
@@ -150,7 +141,7 @@ class _Rows:
             for call in ran.calls_of(ops)
         ]
 
-    def compare(self, want: _Rows, names: Sequence[str]) -> tuple[float, str | None]:
+    def compare(self, want: _RequestRows, names: Sequence[str]) -> tuple[float, str | None]:
         """The largest difference of results, and the first call with one."""
         pairs = zip(want.results, self.results, strict=True)
         difference = max((_difference(one, two) for one, two in pairs), default=0.0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ... import Decision, ForwardContext, PreparedModel, forward_context
 from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ..steps import Step
 from .case import BisectCase
 from .state import State
 
@@ -59,7 +60,7 @@ def splitting_ops(plan: Plan) -> set[str]:
     return {step.op for step in plan.steps if step.kind == "call"}
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the tensors of custom ops, from any caller."""
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ def run_eagerly(case: BisectCase) -> list[Ran]:
         decision = step.without_graph()
         metadata = step.metadata_for(decision)
         context = forward_context(ForwardContext(case.layers, metadata))
-        calls = Calls()
+        calls = OpCalls()
         with context, torch.no_grad(), calls:
             results = case.model(*step.args, **step.kwargs)
         runs.append(Ran(decision, copies(results), calls.calls))
@@ -105,10 +106,7 @@ def run_eagerly(case: BisectCase) -> list[Ran]:
 
 
 def run_prepared(
-    case: BisectCase,
-    prepared: PreparedModel,
-    *,
-    state: State | None = None,
+    case: BisectCase, prepared: PreparedModel, *, state: State | None = None
 ) -> list[Ran]:
     """The steps through `prepared`, up to the first that raises.
 
@@ -118,19 +116,23 @@ def run_prepared(
     for step in case.steps:
         before = state.contents() if state is not None else None
         decision = prepared.dispatch(step.batch)
-        ran = Ran(decision)
-        if state is not None and before is not None:
-            ran.clobbered = state.changed_since(before)
-        runs.append(ran)
-        calls = Calls()
-        try:
-            metadata = step.metadata_for(decision)
-            with calls:
-                results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-            ran.results = copies(results)
-        except Exception as error:
-            ran.error, ran.inside = error, calls.inside
-        ran.calls = calls.calls
-        if ran.error is not None:
+        clobbered = state.changed_since(before) if state is not None and before is not None else []
+        runs.append(run_step(prepared, step, decision))
+        runs[-1].clobbered = clobbered
+        if runs[-1].error is not None:
             break
     return runs
+
+
+def run_step(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
+    """One step through `prepared`."""
+    ran, calls = Ran(decision), OpCalls()
+    try:
+        metadata = step.metadata_for(decision)
+        with calls:
+            results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+        ran.results = copies(results)
+    except Exception as error:
+        ran.error, ran.inside = error, calls.inside
+    ran.calls = calls.calls
+    return ran

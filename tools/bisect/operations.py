@@ -26,7 +26,7 @@ from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.ops import OpOverload, overload_name
 from ...torch_compat.basics.tensors import tree_leaves
 from .case import BisectCase, first_wrong
-from .culprit import context_of, inputs_of
+from .culprit import Cause, context_of, inputs_of
 from .observe import copies, run_eagerly, run_prepared
 from .stages import Stage, prepared_for
 from .state import State
@@ -45,9 +45,7 @@ class _Result:
     module: str
 
 
-def find_operation(
-    case: BisectCase, stage: Stage, index: int, state: State
-) -> tuple[str | None, str]:
+def find_operation(case: BisectCase, stage: Stage, index: int, state: State) -> Cause:
     """The first operation of a step that gives something else in its graph, and how it differs.
 
     None if there is none: then the padding, which the step does not have here, is the cause.
@@ -64,7 +62,7 @@ def find_operation(
         captured: list[_Result] = []
         for graph in dict(prepared.recordings())[decision.graph_index].graphs:
             if not isinstance(graph, TapeGraph):
-                return None, "its operations can be compared on a CPU only"
+                return None, None, "its operations can be compared on a CPU only"
             graph.calls = tuple(partial(_note, captured, call) for call in graph.calls)
         metadata = step.metadata_for(decision)
         prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
@@ -87,8 +85,8 @@ def find_operation(
         if difference is not None:
             where = f" ({place.line.rpartition('/')[2]})" if place.line else ""
             module = f"in module {place.module}" if place.module else ""
-            return f"{place.op}{where}", "; ".join(filter(None, (module, difference)))
-    return None, ""
+            return f"{place.op}{where}", None, "; ".join(filter(None, (module, difference)))
+    return None, None, ""
 
 
 def _difference(

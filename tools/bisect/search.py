@@ -20,7 +20,7 @@ from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
-from .culprit import PieceSearch, WrongCall, find_call, find_guard, find_piece
+from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_prepared, splitting_ops
 from .operations import find_operation
 from .stages import (
@@ -53,12 +53,9 @@ def bisect(
     `write_script`. Raises InvalidSetting for a configuration without a stage.
     """
     if not any(stages(case.config)):
-        raise InvalidSetting(
-            name="compile",
-            value=False,
-            reason="graphs are off as well, which leaves nothing that could be wrong",
-            expected="to have one of the two on",
-        )
+        reason = "graphs are off as well, which leaves nothing that could be wrong"
+        expected = "to have one of the two on"
+        raise InvalidSetting(name="compile", value=False, reason=reason, expected=expected)
     with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
         own = replace(case, config=with_own_cache(case.config, Path(folder)))
         search = _Search(own, say)
@@ -203,9 +200,8 @@ class _Search:
             use = find_piece(plan, failure.right, running)
             return replace(finding, piece=None if use is None else plan.piece_uses()[use])
         if stage.name == TRACED:
-            operator, note = find_guard(plan, size)
-            changed = _tried(self._changed_model, prepared, failure.index)
-            return _noted(replace(finding, operator=operator), note, changed)
+            finding = _caused(finding, find_guard, plan, size)
+            return _noted(finding, _tried(self._changed_model, prepared, failure.index))
         if stage.name in STRATEGIES:
             note = "right with all graphs captured at startup"
             changed = ", ".join(dict.fromkeys(ran.clobbered))
@@ -218,10 +214,9 @@ class _Search:
                 "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
             finding = replace(finding, note=f"inside the FULL graph{right}")
+        if finding.note or not case.config.compile:
+            return _caused(finding, find_operation, case, stage, failure.index, self.state)
         try:
-            if finding.note or not case.config.compile:
-                operator, note = find_operation(case, stage, failure.index, self.state)
-                return _noted(replace(finding, operator=operator), note)
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
         except Exception as error:
             return _noted(finding, _failed(error))
@@ -240,19 +235,15 @@ class _Search:
             return replace(finding, note=f"{note}; compiled again it is right: remove its artifact")
         self.state.restore()
         at_stage = replace(case, config=case.config.changed(**stage.settings))
-        try:
-            if stage.name == COMPILER:
-                search = PieceSearch(at_stage, prepared)
-                operator, graph_pass, why = search.find(use, step=failure.index, num_tokens=size)
-                return _noted(replace(finding, operator=operator, graph_pass=graph_pass), why)
-            if stage.name == PIECEWISE and case.config.compile:
-                operator = PieceSearch(at_stage, prepared).mixing_operator(
-                    use, failure.index, padded
-                )
-                mixes = "its real rows depend on what padding holds" if operator else ""
-                return _noted(replace(finding, operator=operator), mixes)
-        except Exception as error:
-            return _noted(finding, _failed(error))
+        if stage.name == COMPILER:
+            return _caused(
+                finding, lambda: PieceSearch(at_stage, prepared).find(use, failure.index, size)
+            )
+        if stage.name == PIECEWISE:
+            return _caused(
+                finding,
+                lambda: PieceSearch(at_stage, prepared).find_mixing(use, failure.index, padded),
+            )
         return finding
 
     def _sweep(self, stage: Stage, prepared: PreparedModel) -> Finding | None:
@@ -285,13 +276,7 @@ class _Search:
                     continue
                 note = f"no step has this size; on generated inputs {difference}"
                 finding = Finding(stage.name, None, size, size, index, note=note)
-                try:
-                    operator, graph_pass, cause = search.find_in(
-                        piece, piece.generated_inputs(values), size
-                    )
-                except Exception as error:
-                    return _noted(finding, _failed(error))
-                return _noted(replace(finding, operator=operator, graph_pass=graph_pass), cause)
+                return _caused(finding, search.find_at_size, piece, values, size)
         unique = {piece.digest for pieces in search.pieces for piece in pieces}
         compared = f"{len(unique - skipped)} of {len(unique)} pieces"
         self.say(f"{stage.name}: {compared} compared at {shown}")
@@ -327,12 +312,7 @@ class _Search:
             return ""
         return "right without padding"
 
-    def _is_right(
-        self,
-        stage: Stage,
-        index: int,
-        **settings: Any,
-    ) -> bool:
+    def _is_right(self, stage: Stage, index: int, **settings: Any) -> bool:
         """Whether the step alone is right, with other settings."""
         config = self.case.config.changed(**settings)
         alone = replace(self.case, config=config, steps=[self.case.steps[index]])
@@ -350,6 +330,15 @@ class _Search:
 
 def _noted(finding: Finding, *notes: str) -> Finding:
     return replace(finding, note="; ".join(filter(None, (finding.note, *notes))))
+
+
+def _caused(finding: Finding, search: Callable[..., Cause], *args: Any) -> Finding:
+    """The finding with the cause that a search gives; a search that fails is noted."""
+    try:
+        operator, graph_pass, note = search(*args)
+    except Exception as error:
+        return _noted(finding, _failed(error))
+    return _noted(replace(finding, operator=operator, graph_pass=graph_pass), note)
 
 
 def _tried(search: Callable[..., str], *args: Any) -> str:

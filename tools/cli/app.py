@@ -16,31 +16,19 @@ from typing import Annotated, Any, TextIO, cast
 import typer
 
 from ...cache.keys.environment import LOG_LEVEL, observed, read
-from ...errors import (
-    CacheError,
-    ConfigError,
-    DispatchError,
-    InvalidSetting,
-    PiecegraphError,
-)
+from ...errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
 from ..serve.ranks import launched_rank
 from .cache_commands import cache_app
 from .check_commands import check_app
 from .doctor_command import doctor_command
-from .run_commands import (
-    bisect_command,
-    explain_command,
-    profile_command,
-    run_command,
-)
+from .run_commands import bisect_command, explain_command, profile_command, run_command
 from .sizes_commands import sizes_app
 
 BAD_VALUE, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 3, 130, 141
 LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
-    help="Graph capture and dispatch for LLM inference.",
-    pretty_exceptions_enable=False,
+    help="Graph capture and dispatch for LLM inference.", pretty_exceptions_enable=False
 )
 
 
@@ -160,12 +148,9 @@ def log_to_stderr() -> None:
     """Show the library's log from the level in PIECEGRAPH_LOG_LEVEL on, by default warnings."""
     level = (read(LOG_LEVEL) or "warning").casefold()
     if level not in LEVELS:
-        raise InvalidSetting(
-            name=LOG_LEVEL,
-            value=level,
-            reason="there is no such level",
-            expected="one of " + ", ".join(LEVELS),
-        )
+        reason = "there is no such level"
+        expected = "one of " + ", ".join(LEVELS)
+        raise InvalidSetting(name=LOG_LEVEL, value=level, reason=reason, expected=expected)
     log = logging.getLogger("piecegraph")
     log.setLevel(level.upper())
     if not log.handlers:

@@ -17,19 +17,10 @@ import typer
 
 from ...cache.keys.environment import OFF, read
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.output import outputs
+from ..report.output import output_of
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import (
-    cache_directory,
-    described,
-    lines,
-    manifests,
-    named,
-    of_kind,
-    parsed,
-    say,
-)
+from .cache_entries import cache_directory, described, lines, manifests, named, of_kind, parsed, say
 from .run_commands import JsonOption, stderr, with_run_options
 
 if TYPE_CHECKING:
@@ -43,8 +34,7 @@ MISS = DIFFERENT = 1
 UNVERIFIABLE = 4
 
 cache_app = typer.Typer(
-    help="Look into the cache, check it, explain a miss, ship it.",
-    no_args_is_help=True,
+    help="Look into the cache, check it, explain a miss, ship it.", no_args_is_help=True
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
@@ -129,8 +119,7 @@ def stats_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> 
 @cache_app.command("verify")
 def verify_command(
     trace: Annotated[
-        str | None,
-        typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config)."),
+        str | None, typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config).")
     ] = None,
     cache_dir: DirOption = None,
     json_path: JsonOption = None,
@@ -171,12 +160,9 @@ def _model_of(option: str, target: str, cache_dir: Path | None) -> tuple[Module,
         sys.path.insert(0, str(Path.cwd()))
         model, config = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise InvalidSetting(
-            name=option,
-            value=target,
-            reason=f"{type(error).__name__}: {error}",
-            expected="module:function, a function that returns (model, Config)",
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        expected = "module:function, a function that returns (model, Config)"
+        raise InvalidSetting(name=option, value=target, reason=reason, expected=expected) from error
     return model, config if cache_dir is None else config.changed(cache_dir=cache_dir)
 
 
@@ -241,8 +227,7 @@ def export_command(
     from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
-    (output,) = outputs({"PATH": path})
-    assert output is not None
+    output = output_of("PATH", path)
     chosen = _entries_to_ship(root, names)
     with output.writing():
         image = export_image(chosen, DirectoryLayer(root, name=str(root)), path, signer)
@@ -259,12 +244,9 @@ def _entries_to_ship(root: Path, names: Sequence[str] | None) -> list[Manifest]:
         each for each, _ in manifests(root) if each.kind == "bundle" and not each.aside_reason
     ]
     if not chosen:
-        raise InvalidSetting(
-            name="--cache-dir",
-            value=str(root),
-            reason="it holds no bundle",
-            expected="a cache that `piecegraph cache warm` or a run has filled",
-        )
+        reason = "it holds no bundle"
+        expected = "a cache that `piecegraph cache warm` or a run has filled"
+        raise InvalidSetting(name="--cache-dir", value=str(root), reason=reason, expected=expected)
     return chosen
 
 
@@ -289,12 +271,9 @@ def import_command(
     elif keys := trusted_keys(signing_key()):
         believed = keys.refuses
     else:
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="there is no key to check a signature with",
-            expected="--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
-        )
+        reason = "there is no key to check a signature with"
+        expected = "--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"
+        raise InvalidSetting(name="PATH", value=str(path), reason=reason, expected=expected)
     entries = import_image(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
     cache, stored = Cache(root, events), []
@@ -325,12 +304,8 @@ def keygen_command(
     if next_epoch:
         key = read_signing_key(path).next_epoch()
     elif path.exists():
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="it exists",
-            expected="a new file, or --next-epoch to keep its key",
-        )
+        expected = "a new file, or --next-epoch to keep its key"
+        raise InvalidSetting(name="PATH", value=str(path), reason="it exists", expected=expected)
     else:
         key = SigningKey.new(name=name, expires=expires.date() if expires else None)
     write_keys(key, path)
@@ -373,13 +348,10 @@ def warm_command(
         seconds = time.perf_counter() - began
         _refuse_failed(root, events.named("cache.publish_failed"))
         facts.append({"rank": rank, "device": name, "bundle": bundle, "seconds": seconds})
-    say(
-        json_path,
-        facts,
-        "\n".join(
-            f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
-        ),
+    text = (
+        f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
     )
+    say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -406,12 +378,8 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
     )
     for found, (name, value), reason in faults:
         if found:
-            raise InvalidSetting(
-                name=name,
-                value=value,
-                reason=reason,
-                expected="options with which there is something to store",
-            )
+            expected = "options with which there is something to store"
+            raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
 def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:

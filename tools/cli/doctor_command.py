@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution, version
+from collections.abc import Callable
+from importlib.metadata import distribution
 
 from ...errors import PiecegraphError
 from ..serve.options import RunOptions
@@ -75,14 +75,11 @@ def _torch() -> Found:
 
 
 def _packages() -> Found:
-    def installed() -> Iterator[str]:
-        for name in ("piecegraph", "triton", "transformers", "vllm", "fsspec", "cryptography"):
-            try:
-                yield f"{name} {version(name)}"
-            except PackageNotFoundError:
-                yield f"no {name}"
+    from ..report.origin import installed_version
 
-    return ", ".join(installed()), ""
+    names = ("piecegraph", "triton", "transformers", "vllm", "fsspec", "cryptography")
+    versions = {name: installed_version(name) for name in names}
+    return ", ".join(f"{n} {found}" if found else f"no {n}" for n, found in versions.items()), ""
 
 
 def _compiler() -> Found:

@@ -21,7 +21,7 @@ import typer
 from ...errors import ToolMissing
 from ..explain import FORMATS, compared, rendered
 from ..explain.against import SCHEMA
-from ..report.output import outputs, read_facts
+from ..report.output import output_of, outputs, read_facts
 from ..serve.options import RunOptions, choice, declared_options, flag_of, read_run_options
 from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 
@@ -42,9 +42,13 @@ JsonOption = Annotated[
 ]
 
 ReplayOption = Annotated[
-    Path | None,
-    typer.Option("--replay", help="Run the steps in this file, of `run --record`."),
+    Path | None, typer.Option("--replay", help="Run the steps in this file, of `run --record`.")
 ]
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -53,30 +57,19 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
     hints = get_type_hints(command, include_extras=True)
     types = get_type_hints(RunOptions)
     shared = dict(declared_options())
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=declared.default or None if declared.default == () else declared.default,
-            annotation=Annotated[
-                types[name] if isinstance(declared.typed, str) else declared.typed,
-                typer.Option(
-                    flag_of(name),
-                    help=declared.help,
-                    hidden=declared.panel is not None,
-                    rich_help_panel=declared.panel,
-                    **declared.typer,
-                ),
-            ],
+    parameters = []
+    for name, declared in shared.items():
+        option = typer.Option(
+            flag_of(name),
+            help=declared.help,
+            hidden=declared.panel is not None,
+            rich_help_panel=declared.panel,
+            **declared.typer,
         )
-        for name, declared in shared.items()
-    ]
-    parameters[len(parameters) :] = [
-        *(p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in rest),
-        inspect.Parameter(
-            "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAllOption
-        ),
-    ]
+        default = None if declared.default == () else declared.default
+        parameters.append(_keyword(name, default, Annotated[declared.typed(types[name]), option]))
+    parameters += [_keyword(p.name, p.default, hints[p.name]) for p in rest]
+    parameters.append(_keyword("help_all", False, HelpAllOption))
 
     def run_with_options(*, help_all: bool, **arguments: Any) -> int:
         typed = {name: arguments.pop(name) for name in shared}
@@ -101,12 +94,7 @@ def _show_all_options(context: typer.Context, wanted: bool) -> None:
 
 HelpAllOption = Annotated[
     bool,
-    typer.Option(
-        "--help-all",
-        callback=_show_all_options,
-        is_eager=True,
-        help="Show all options.",
-    ),
+    typer.Option("--help-all", callback=_show_all_options, is_eager=True, help="Show all options."),
 ]
 
 
@@ -198,8 +186,7 @@ def explain_command(
         Path | None, typer.Option(help="Show what differs from this `--format json` output.")
     ] = None,
     of: Annotated[
-        Path | None,
-        typer.Option(help="Explain this `--format json` output; run nothing."),
+        Path | None, typer.Option(help="Explain this `--format json` output; run nothing.")
     ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
@@ -209,8 +196,7 @@ def explain_command(
         read_facts(path, option, command, SCHEMA, "settings") if path else None
         for option, path in (("--against", against), ("--of", of))
     )
-    (to_output,) = outputs({"--output": output}, stdout=("--output",))
-    assert to_output is not None
+    to_output = output_of("--output", output, stdout=True)
     facts = given if given is not None else explained(options, replay)
     facts = facts if old is None else compared(facts, old)
     to_output.write(rendered(facts, form))
@@ -225,8 +211,7 @@ def profile_command(
     output: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("profile.json"),
 ) -> int:
     """Run like `piecegraph run` under torch's profiler: time by piece, splitting op and graph."""
-    (to_output,) = outputs({"--output": output})
-    assert to_output is not None
+    to_output = output_of("--output", output)
     with served(options, profile=to_output):
         pass
     from ..explain.kernel_times import profile_section, time_by_range

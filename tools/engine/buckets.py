@@ -19,9 +19,9 @@ from ... import Batch, BatchDescriptor, Decision, RuntimeMode
 from ...dispatch import Bucket, BucketLimits, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
 from .bucket_plan import cheapest
-from .engine import Engine
+from .engine import ReferenceEngine
 from .metadata import NOBODY, BucketMetadata
-from .scheduler import Schedule, Scheduler
+from .scheduler import Scheduler, StepSchedule
 
 
 class BucketScheduler(Scheduler):
@@ -29,7 +29,7 @@ class BucketScheduler(Scheduler):
 
     max_prefill_reqs = 4
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StepSchedule:
         prompts = [request for request in self.running if not request.decoding]
         room = min(self.max_num_reqs - len(self.running), self.max_prefill_reqs - len(prompts))
         for request in list(islice(self.waiting, max(0, room))):
@@ -41,7 +41,7 @@ class BucketScheduler(Scheduler):
         for share in shares:
             if not self.blocks.grow(share.request.id, share.context_len):
                 raise AssertionError("the KV cache has room for every request")
-        return Schedule(tuple(shares), ())
+        return StepSchedule(tuple(shares), ())
 
 
 class Buckets:
@@ -62,7 +62,7 @@ class Buckets:
         names = (each.name for each in fields(BucketMetadata))
         return dict(zip(names, self._buffers, strict=True))
 
-    def find(self, schedule: Schedule) -> Bucket:
+    def find(self, schedule: StepSchedule) -> Bucket:
         """The bucket of a step, or else the step's own shape."""
         size, shares = self.limits.block_size, schedule.shares
         if schedule.is_decode:
@@ -76,7 +76,7 @@ class Buckets:
         return cheapest(planned, shape) or shape
 
     def fill(
-        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+        self, schedule: StepSchedule, blocks: BlockManager, descriptor: BatchDescriptor
     ) -> BucketMetadata:
         """A step's metadata, padded to the bucket that `descriptor` states."""
         bucket = _bucket_of(descriptor)
@@ -141,12 +141,12 @@ def _bucket_of(descriptor: BatchDescriptor) -> Bucket:
     return Bucket(descriptor.num_tokens // query, query, axes.get("context", 0))
 
 
-class BucketEngine(Engine):
-    """Serves like `Engine`, each step padded to a bucket. Its buffers are `Buckets`."""
+class BucketEngine(ReferenceEngine):
+    """Serves like `ReferenceEngine`, each step padded to a bucket. Its buffers are `Buckets`."""
 
     buffers: Buckets
 
-    def batch(self, schedule: Schedule) -> Batch:
+    def batch(self, schedule: StepSchedule) -> Batch:
         """The padded step: its requests include those of padding."""
         bucket = self.buffers.find(schedule)
         return Batch(
@@ -156,7 +156,9 @@ class BucketEngine(Engine):
             axes={"query": bucket.query, "context": bucket.context},
         )
 
-    def inputs(self, schedule: Schedule, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+    def inputs(
+        self, schedule: StepSchedule, descriptor: BatchDescriptor
+    ) -> tuple[torch.Tensor, ...]:
         """Ids and positions of all rows of the bucket; padding is token 0 at position 0."""
         query = _bucket_of(descriptor).query
         ids, positions = [0] * descriptor.num_tokens, [0] * descriptor.num_tokens
@@ -168,7 +170,7 @@ class BucketEngine(Engine):
             torch.tensor(each, dtype=torch.int64, device=self.device) for each in (ids, positions)
         )
 
-    def sampled_rows(self, schedule: Schedule, descriptor: BatchDescriptor) -> list[int]:
+    def sampled_rows(self, schedule: StepSchedule, descriptor: BatchDescriptor) -> list[int]:
         query = _bucket_of(descriptor).query
         return [
             owner * query + share.query_len - 1

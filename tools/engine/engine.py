@@ -16,14 +16,14 @@ import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
 from .metadata import Buffers
-from .scheduler import Request, Schedule, Scheduler
+from .scheduler import Request, Scheduler, StepSchedule
 from .serving_log import Clock, ServingLog
 
 
-class Engine:
+class ReferenceEngine:
     """Serves with one prepared model; `run` is its `run`, or a replacement.
 
-    `ranks` serve in step with each other.
+    With `ranks`, which are set after the engine is made, these serve in step with each other.
     """
 
     def __init__(
@@ -32,27 +32,22 @@ class Engine:
         logits: Callable[[torch.Tensor], torch.Tensor],
         scheduler: Scheduler,
         buffers: Buffers,
-        *,
         clock: Clock,
-        device: torch.device,
         run: Callable[..., Any],
-        max_loras: int = 0,
-        ranks: Ranks | None = None,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
         self.scheduler = scheduler
         self.buffers = buffers
         self.clock = clock
-        self.device = device
-        self.log = ServingLog(clock)
         self.run = run
-        self.max_loras = max_loras
-        self.ranks = ranks
+        self.ranks: Ranks | None = None
+        self.log = ServingLog(clock)
+        self.device = next(iter(buffers.tensors.values())).device
         self.copied = prepared.copies_done()
         """Of the last step: from then on the host may fill staging memory again."""
         self._staging = torch.zeros(
-            4, scheduler.max_num_tokens, dtype=torch.int64, pin_memory=device.type == "cuda"
+            4, scheduler.max_num_tokens, dtype=torch.int64, pin_memory=self.device.type == "cuda"
         )
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -82,7 +77,7 @@ class Engine:
         self.log.ended(schedule, decision, completed)
         return completed
 
-    def next_step(self) -> tuple[Schedule, Decision, tuple[torch.Tensor, ...], Any]:
+    def next_step(self) -> tuple[StepSchedule, Decision, tuple[torch.Tensor, ...], Any]:
         """The next step's inputs and metadata, on their way to the device."""
         self.copied.synchronize()
         schedule = self.scheduler.schedule()
@@ -119,17 +114,19 @@ class Engine:
         decision = self.prepared.dispatch(common)
         return self.prepared.dispatcher.follow(decision.graph_index, batch)
 
-    def batch(self, schedule: Schedule) -> Batch:
+    def batch(self, schedule: StepSchedule) -> Batch:
         return to_batch(schedule)
 
-    def inputs(self, schedule: Schedule, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+    def inputs(
+        self, schedule: StepSchedule, descriptor: BatchDescriptor
+    ) -> tuple[torch.Tensor, ...]:
         """The model's inputs, int64: ids and positions of the real rows, and with LoRA the index
         tensors: each row's place among the active adapters (-1: none), and these adapters."""
         shares = schedule.shares
         ids = [token for share in shares for token in share.tokens]
         positions = [at for share in shares for at in range(share.start, share.context_len)]
         inputs = [ids, positions]
-        if self.max_loras:
+        if "lora_rows" in self.prepared.config.inputs:
             adapters = active_adapters(schedule)
             places = {adapter: place for place, adapter in enumerate(adapters)}
             used = [share.request.lora for share in shares for _ in share.tokens]
@@ -143,13 +140,13 @@ class Engine:
         )
 
     def sampled(
-        self, hidden: torch.Tensor, schedule: Schedule, descriptor: BatchDescriptor
+        self, hidden: torch.Tensor, schedule: StepSchedule, descriptor: BatchDescriptor
     ) -> torch.Tensor:
         """The most likely next token of each sampled row, (sampled rows,) on the device."""
         rows = self.sampled_rows(schedule, descriptor)
         return self.logits(hidden[rows]).argmax(dim=-1) if rows else hidden.new_empty(0)
 
-    def sampled_rows(self, schedule: Schedule, descriptor: BatchDescriptor) -> list[int]:
+    def sampled_rows(self, schedule: StepSchedule, descriptor: BatchDescriptor) -> list[int]:
         """The rows from which next tokens are sampled: of the last known tokens and of drafts."""
         rows, end = list[int](), 0
         for share in schedule.shares:
@@ -159,7 +156,7 @@ class Engine:
         return rows
 
 
-def to_batch(schedule: Schedule) -> Batch:
+def to_batch(schedule: StepSchedule) -> Batch:
     """What the library needs to know about a step. The base model counts as an adapter where it
     shares the step with others."""
     decode, lengths = schedule.is_decode, {share.query_len for share in schedule.shares}
@@ -175,7 +172,7 @@ def to_batch(schedule: Schedule) -> Batch:
     )
 
 
-def active_adapters(schedule: Schedule) -> list[int]:
+def active_adapters(schedule: StepSchedule) -> list[int]:
     """The LoRA adapters of a step, ascending."""
     adapters = {share.request.lora for share in schedule.shares}
     return sorted(adapter for adapter in adapters if adapter is not None)

@@ -16,7 +16,7 @@ import torch
 from ... import BatchDescriptor, Decision, RuntimeMode
 from .block_manager import DUMP_BLOCK, BlockManager
 from .kv_cache import LayerCache
-from .scheduler import Schedule
+from .scheduler import StepSchedule
 
 DUMP_SLOT = 0
 NO_SLOT = -1
@@ -129,7 +129,9 @@ class Buffers(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that graphs read, by name."""
 
-    def fill(self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor) -> Any:
+    def fill(
+        self, schedule: StepSchedule, blocks: BlockManager, descriptor: BatchDescriptor
+    ) -> Any:
         """A step's metadata, padded to `descriptor`."""
 
     def refill(self, recorded: Any, decision: Decision) -> Any:
@@ -142,7 +144,7 @@ class Buffers(Protocol):
 class MetadataBuffers:
     """The persistent buffers and the two ways to fill them: from a schedule, or with padding.
 
-    The copies to them read staging memory, late if a step is in flight: `Engine.copied`.
+    The copies to them read staging memory, late if a step is in flight: `ReferenceEngine.copied`.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class MetadataBuffers:
         self._staging = [np.zeros(shape, dtype=np.int64) for shape in shapes.values()]
 
     def fill(
-        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+        self, schedule: StepSchedule, blocks: BlockManager, descriptor: BatchDescriptor
     ) -> AttentionMetadata:
         """Write a step's data, padded to `descriptor`, and return the views it runs with."""
         host = slots, table, lens, starts = self._padding(descriptor)

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 
 from ... import Decision
-from .engine import Engine
-from .scheduler import Request, Schedule
+from .engine import ReferenceEngine
+from .scheduler import Request, StepSchedule
 
 
 @dataclass(slots=True)
 class InFlight:
     """A step that was started. `tokens` (sampled rows,) are on the device."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     decision: Decision
     tokens: torch.Tensor
     places: list[tuple[Request, int]]
@@ -30,8 +30,8 @@ class InFlight:
     """None as long as the scheduler does not know how many tokens the step added."""
 
 
-class OverlappingEngine(Engine):
-    """Serves like `Engine` and gives the same tokens."""
+class OverlappingEngine(ReferenceEngine):
+    """Serves like `ReferenceEngine` and gives the same tokens."""
 
     _in_flight: InFlight | None = None
     _any_requests = True

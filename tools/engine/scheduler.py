@@ -85,7 +85,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class StepSchedule:
     """One step's work; `shares` are in the order of their rows in the batch."""
 
     shares: tuple[Share, ...]
@@ -145,7 +145,7 @@ class Scheduler:
         self.check(request)
         self.waiting.append(request)
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StepSchedule:
         """Choose the next step's work and reserve its blocks."""
         shares: list[Share] = []
         preempted: list[Request] = []
@@ -160,9 +160,9 @@ class Scheduler:
                     budget -= share.query_len
         if not preempted:
             shares.extend(self._admit(budget))
-        return Schedule(tuple(shares), tuple(preempted))
+        return StepSchedule(tuple(shares), tuple(preempted))
 
-    def finish(self, schedule: Schedule, sampled: Iterable[int]) -> list[Request]:
+    def finish(self, schedule: StepSchedule, sampled: Iterable[int]) -> list[Request]:
         """Record a step that has run; `sampled` has one token for each sampled row.
 
         A draft is accepted if it is the token sampled before it; the sampled tokens up to the first

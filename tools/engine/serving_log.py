@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import Decision
-from .scheduler import Request, Schedule
+from .scheduler import Request, StepSchedule
 
 
 class Clock:
@@ -72,7 +72,9 @@ class ServingLog:
         """A step begins."""
         self._began = self._clock.now()
 
-    def ended(self, schedule: Schedule, decision: Decision, completed: Sequence[Request]) -> None:
+    def ended(
+        self, schedule: StepSchedule, decision: Decision, completed: Sequence[Request]
+    ) -> None:
         """A step has run and its tokens are in its requests."""
         now = self._clock.now()
         self.steps.append(

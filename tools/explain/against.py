@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..report.sections import Section, Table, columns
+from ..report.sections import ReportSection, Table, columns
 
 Facts = dict[str, Any]
 
@@ -33,12 +33,12 @@ def differences(old: Facts, new: Facts) -> list[Facts]:
     return [dict(zip(("part", "what", "old", "new"), row, strict=True)) for row in rows]
 
 
-def against_section(rows: list[Facts], old: Facts) -> Section:
+def against_section(rows: list[Facts], old: Facts) -> ReportSection:
     """The differences as a table."""
     cells = [(row["part"], row["what"], row["old"], row["new"]) for row in rows]
     heads = columns("part", "what", "old", "new", what="text", old="text", new="text")
     note = f"Old: {' '.join(old.get('command') or ['?'])}, {old.get('created')}."
-    return Section(
+    return ReportSection(
         "Against",
         [Table(cells, heads, empty="Nothing differs.")],
         [note, f"Phases are listed that changed by a quarter and {NOTICED_SECONDS} s."],

@@ -134,7 +134,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
 
 
 def guards(prepared: PreparedModel) -> list[Facts]:
-    """The guards on sizes; those that came out as plain `True` say nothing."""
+    """Guards on sizes, without those that are constant true."""
     guards = prepared.compiled.plan.guards
     return [guard.model_dump(mode="json") for guard in guards if guard.expression != "True"]
 

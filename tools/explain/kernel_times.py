@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidSetting
-from ..report.sections import Section, Table, columns
+from ..report.sections import ReportSection, Table, columns
 
 _OURS = re.compile(r"^(piece \d+|op \S+|graph \S+ \d+)")
 NAME = 12
@@ -83,7 +83,7 @@ def _around(ranges: Sequence[Mapping[str, Any]], moment: float) -> Mapping[str, 
     return ranges[place]
 
 
-def profile_section(rows: Sequence[RangeTime]) -> Section:
+def profile_section(rows: Sequence[RangeTime]) -> ReportSection:
     """The times as a table, with the two kernels that take most."""
     total = sum(row.device or row.host for row in rows) or 1.0
     table = [
@@ -98,4 +98,4 @@ def profile_section(rows: Sequence[RangeTime]) -> Section:
         for row in rows
     ]
     heads = columns("part", "calls", "host ms", "kernel ms", "share", "most in", most_in="text")
-    return Section("Time by piece", [Table(table, heads)])
+    return ReportSection("Time by piece", [Table(table, heads)])

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..report.sections import Section, Table, columns, executable_lines, size
+from ..report.sections import ReportSection, Table, columns, executable_lines, size
 from .against import against_section
 from .picture import picture
 
@@ -16,24 +16,22 @@ NO_LIMIT = 2**60
 """Bytes free on a device without a limit are reported as at least this many."""
 
 
-def sections(facts: Facts) -> list[Section]:
+def sections(facts: Facts) -> list[ReportSection]:
     """One section for each subject, in the order of a startup and a run."""
-    against = facts.get("against")
+    against, mode = facts.get("against"), facts["graph_mode"]
     compared = [against_section(against["differences"], against)] if against else []
+    warnings = [(each["what"], each["todo"]) for each in facts["advice"]]
+    reasons = [(reason,) for reason in mode["reasons"]]
+    asked = f"Asked for: {mode['requested'] or 'nothing'}. In use: {mode['resolved']}."
     return [
         *compared,
-        Section(
+        ReportSection(
             "Warnings",
-            [
-                Table(
-                    [(each["what"], each["todo"]) for each in facts["advice"]],
-                    columns("what", "what to do", what_to_do="text"),
-                )
-            ],
+            [Table(warnings, columns("what", "what to do", what_to_do="text"))],
             id="warnings",
         ),
         _startup(facts),
-        Section(
+        ReportSection(
             "Split graph",
             notes=[
                 "Boxes of one color are uses of one unique piece; dashed ones are splitting ops."
@@ -45,45 +43,16 @@ def sections(facts: Facts) -> list[Section]:
         _pieces(facts),
         _guards(facts) if facts["policy"] else _regions(facts),
         _cache(facts),
-        Section(
+        ReportSection(
             "Graph mode",
-            [
-                Table(
-                    [(reason,) for reason in facts["graph_mode"]["reasons"]],
-                    columns("why"),
-                    empty="It is the mode that was asked for.",
-                )
-            ],
-            [
-                f"Asked for: {facts['graph_mode']['requested'] or 'nothing'}."
-                f" In use: {facts['graph_mode']['resolved']}."
-            ],
+            [Table(reasons, columns("why"), empty="It is the mode that was asked for.")],
+            [asked],
             id="mode",
         ),
         _captures(facts),
         _dispatch(facts),
-        Section(
-            "Padding",
-            [
-                Table(
-                    [
-                        (
-                            row["mode"],
-                            row["num_tokens"],
-                            row["steps"],
-                            row["rows"],
-                            row["wasted"],
-                            f"{row['share']:.1%}",
-                        )
-                        for row in facts["padding"]
-                    ],
-                    columns("mode", "tokens", "steps", "rows", "wasted", "share"),
-                    empty="No step was padded: none ran in a graph.",
-                )
-            ],
-            id="padding",
-        ),
-        Section(
+        _padding(facts),
+        ReportSection(
             "Settings",
             id="settings",
             details=[("Resolved configuration", json.dumps(facts["settings"], indent=2))],
@@ -92,7 +61,7 @@ def sections(facts: Facts) -> list[Section]:
     ]
 
 
-def _startup(facts: Facts) -> Section:
+def _startup(facts: Facts) -> ReportSection:
     spans = facts["timeline"]
     end = max((span["start"] + span["seconds"] for span in spans), default=0.0) or 1.0
     rows = [
@@ -105,66 +74,35 @@ def _startup(facts: Facts) -> Section:
         for span in spans
     ]
     heads = columns("phase", "start", "seconds", "when", when="bar")
-    return Section(
-        "Startup",
-        [
-            Table(
-                rows,
-                heads,
-                "Seconds since the first row began; “other” is time that no row below explains",
-            )
-        ],
-        id="startup",
-    )
+    caption = "Seconds since the first row began; “other” is time that no row below explains"
+    return ReportSection("Startup", [Table(rows, heads, caption)], id="startup")
 
 
-def _guards(facts: Facts) -> Section:
-    return Section(
-        "Guards",
-        [
-            Table(
-                [
-                    (
-                        guard["expression"],
-                        guard["where"],
-                        guard["origin"],
-                        "yes" if guard["proved"] else "no",
-                        guard["method"],
-                    )
-                    for guard in facts["guards"]
-                ],
-                columns(
-                    *("guard", "where", "from", "proved", "by"),
-                    **dict.fromkeys(("where", "from", "proved", "by"), "text"),
-                    guard="code",
-                ),
-                empty="Tracing left no guard on a size.",
-            )
-        ],
-        [f"Policy: {facts['policy']}."],
-        id="guards",
-    )
+def _guards(facts: Facts) -> ReportSection:
+    rows = [
+        (
+            *(guard[fact] for fact in ("expression", "where", "origin")),
+            "yes" if guard["proved"] else "no",
+            guard["method"],
+        )
+        for guard in facts["guards"]
+    ]
+    texts = ("where", "from", "proved", "by")
+    heads = columns("guard", *texts, **dict.fromkeys(texts, "text"), guard="code")
+    table = Table(rows, heads, empty="Tracing left no guard on a size.")
+    return ReportSection("Guards", [table], [f"Policy: {facts['policy']}."], id="guards")
 
 
-def _regions(facts: Facts) -> Section:
+def _regions(facts: Facts) -> ReportSection:
     """Of a model that is not traced."""
-    return Section(
-        "Compiled regions",
-        [
-            Table(
-                [
-                    (each["function"], each["where"], each["seconds"], each["generated"])
-                    for each in facts["regions"]
-                ],
-                columns("function", "where", "seconds", "generated", where="text"),
-                empty="The model is not traced, and no function that it compiles itself ran.",
-            )
-        ],
-        id="regions",
-    )
+    names = ("function", "where", "seconds", "generated")
+    rows = [tuple(region[name] for name in names) for region in facts["regions"]]
+    nothing = "The model is not traced, and no function that it compiles itself ran."
+    table = Table(rows, columns(*names, where="text"), empty=nothing)
+    return ReportSection("Compiled regions", [table], id="regions")
 
 
-def _pieces(facts: Facts) -> Section:
+def _pieces(facts: Facts) -> ReportSection:
     pieces = facts["pieces"]
     rows = [
         (
@@ -183,7 +121,7 @@ def _pieces(facts: Facts) -> Section:
         digest="code",
         made="text",
     )
-    return Section(
+    return ReportSection(
         "Pieces",
         [Table(rows, heads, ids=[f"piece-{piece['piece']}" for piece in pieces])],
         id="pieces",
@@ -195,10 +133,10 @@ def _pieces(facts: Facts) -> Section:
     )
 
 
-def _cache(facts: Facts) -> Section:
+def _cache(facts: Facts) -> ReportSection:
     cache = facts["cache"]
     outcome = "Hit" if cache["hit"] else f"Miss: {cache['reason']}"
-    return Section(
+    return ReportSection(
         "Cache",
         notes=[
             f"{outcome}. {cache['entries']} entries, {size(cache['bytes'])} stored.",
@@ -219,7 +157,7 @@ def _lookups(facts: Facts) -> Iterator[tuple[str, str]]:
         yield f"{row['kind']}/{row['key'][:12]}: {verdict}", "\n".join([*lines, factors])
 
 
-def _captures(facts: Facts) -> Section:
+def _captures(facts: Facts) -> ReportSection:
     memory, rows = facts["memory"], facts["captures"]
     free = f", {size(memory['free'])} are free" if memory["free"] < NO_LIMIT else ""
     notes = [
@@ -252,10 +190,10 @@ def _captures(facts: Facts) -> Section:
     )
     owners = [(row["owner"], size(row["bytes"])) for row in facts["ledger"]]
     held = Table(owners, columns("owner", "memory"), "Who holds the device's memory")
-    return Section("Capture plan", [Table(plan, heads), held], notes, id="captures")
+    return ReportSection("Capture plan", [Table(plan, heads), held], notes, id="captures")
 
 
-def _dispatch(facts: Facts) -> Section:
+def _dispatch(facts: Facts) -> ReportSection:
     heat = facts["heat"]
     hottest = max((n for row in heat["rows"] for n in row["counts"]), default=0) or 1
     rows = [
@@ -265,8 +203,16 @@ def _dispatch(facts: Facts) -> Section:
     heads = columns("mode", *heat["columns"], **dict.fromkeys(heat["columns"], "heat"))
     by_size = Table(rows, heads, "Steps by runtime mode and number of real tokens")
     why = [(row["mode"], row["reason"], row["count"]) for row in facts["reasons"]]
-    return Section(
+    return ReportSection(
         "Dispatch",
         [by_size, Table(why, columns("mode", "reason", "steps", reason="text"), "Why")],
         id="dispatch",
     )
+
+
+def _padding(facts: Facts) -> ReportSection:
+    counts = ("mode", "num_tokens", "steps", "rows", "wasted")
+    rows = [(*(row[count] for count in counts), f"{row['share']:.1%}") for row in facts["padding"]]
+    heads = columns("mode", "tokens", "steps", "rows", "wasted", "share")
+    nothing = "No step was padded: none ran in a graph."
+    return ReportSection("Padding", [Table(rows, heads, empty=nothing)], id="padding")

@@ -8,8 +8,9 @@ Values are read when they are requested; they add no cost to a step.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ... import __version__
-from ...runtime.core.records import CaptureRecord, WrongStep
+from ...runtime.core.records import GraphRecord, Record, Records, record_kinds
 from ...runtime.core.report import background_facts, verified
 from ...runtime.parts.log.step_log import BOUNDS, StepLog
 from ...runtime.parts.seal.monitor import Kind
@@ -51,70 +52,88 @@ Samples = Mapping[Any, float]
 
 def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     """What `prepared` counted so far."""
-    rows, reasons = prepared.usage.rows(), prepared.usage.reasons()
-    captures = prepared.records.of(CaptureRecord)
-    counters = dict(prepared.records.counters)
+    of_graphs = list(record_kinds(GraphRecord))
+    others = [kind for kind in record_kinds() if kind not in of_graphs]
+    yield from _step_metrics(prepared)
+    yield from _record_metrics(prepared.records, of_graphs)
+    yield from _counter_metrics(dict(prepared.records.counters))
+    yield from _state_metrics(prepared)
+    yield from _record_metrics(prepared.records, others)
+    yield from _recording_metrics(prepared)
+    yield from _startup_metrics(prepared.records)
+
+
+def _record_metrics(records: Records, kinds: Iterable[type[Record]]) -> Iterator[Metric]:
+    """The metrics that records of these kinds state."""
+    for kind in kinds:
+        for metric in kind.metrics:
+            family = _gauge if metric.first else _counter
+            yield family(metric.name, metric.help, metric.labels, metric.samples(records.of(kind)))
+
+
+def _step_metrics(prepared: PreparedModel) -> Iterator[Metric]:
+    """Steps, their durations, and the rows that they ran."""
+    rows, mode = prepared.usage.rows(), ("mode",)
     yield _counter(
         "piecegraph_steps",
         "Steps by runtime mode and by why it was taken.",
         ("mode", "reason"),
-        {(row["mode"], row["reason"]): row["count"] for row in reasons},
+        {(row["mode"], row["reason"]): row["count"] for row in prepared.usage.reasons()},
     )
     yield _step_seconds(prepared.step_log)
+    run = _sum_by_label((row["mode"], row["count"] * row["num_tokens"]) for row in rows)
+    yield _counter("piecegraph_rows", "Rows that were run, padding among them.", mode, run)
+    padding = _sum_by_label((row["mode"], row["padded_tokens"]) for row in rows)
+    yield _counter("piecegraph_padding_rows", "Rows of padding that were run.", mode, padding)
+
+
+def _counter_metrics(counters: Mapping[str, int]) -> Iterator[Metric]:
+    """Counts, bytes and seconds of the cache, then what was compiled, and what after seal()."""
+    counts = _named(counters, "cache.")
+    events = {
+        (name,): count
+        for (name,), count in counts.items()
+        if "." not in name and not name.startswith("bytes_") and name != SAVED
+    }
+    events = {(event,): 0 for event in CACHE_EVENTS} | events
+    yield _counter("piecegraph_cache_events", "What the cache did.", ("event",), events)
+    hits, misses = (_named(counters, f"cache.{result}.") for result in ("hit", "miss"))
+    yield _counter("piecegraph_cache_hits", "Hits of the cache, by layer.", ("layer",), hits)
     yield _counter(
-        "piecegraph_rows",
-        "Rows that were run, padding among them.",
-        ("mode",),
-        _by_mode((row["mode"], row["count"] * row["num_tokens"]) for row in rows),
+        "piecegraph_cache_misses", "Misses of the cache, by reason.", ("reason",), misses
     )
-    yield _counter(
-        "piecegraph_padding_rows",
-        "Rows of padding that were run.",
-        ("mode",),
-        _by_mode((row["mode"], row["padded_tokens"]) for row in rows),
-    )
-    yield _counter(
-        "piecegraph_captures",
-        "Graphs captured.",
-        ("mode",),
-        _by_mode((capture.mode, 1) for capture in captures),
-    )
-    yield _counter(
-        "piecegraph_capture_seconds",
-        "Seconds spent capturing.",
-        ("mode",),
-        _by_mode((capture.mode, capture.ms / 1000) for capture in captures),
-    )
-    yield from _cache_metrics(counters)
-    yield _counter(
-        "piecegraph_compiles",
-        "Pieces compiled, by compiler.",
-        ("compiler",),
-        {
-            (name.removesuffix("_compiles"),): count
-            for name, count in counters.items()
-            if name.endswith("_compiles")
-        },
-    )
+    moved = {("read",): 0, ("written",): 0} | _named(counters, "cache.bytes_")
+    yield _counter("piecegraph_cache_bytes", "Bytes read and written.", ("direction",), moved)
+    saved = {(): counts.get((SAVED,), 0) / 1000}
+    yield _counter("piecegraph_cache_saved_seconds", "Compile time that hits saved.", (), saved)
+    compiles = {
+        (name.removesuffix("_compiles"),): count
+        for name, count in counters.items()
+        if name.endswith("_compiles")
+    }
+    yield _counter("piecegraph_compiles", "Pieces compiled, by compiler.", ("compiler",), compiles)
     yield _counter(
         "piecegraph_after_seal",
         "Tracing, compiling and capturing after seal(), by kind.",
         ("kind",),
         {(kind.name.lower(),): 0 for kind in Kind} | _named(counters, "after_seal."),
     )
+
+
+def _state_metrics(prepared: PreparedModel) -> Iterator[Metric]:
+    """What is in use: versions and settings, and which code serves."""
+    settings = {
+        "version": __version__,
+        "torch": version("torch"),
+        "graph_mode": prepared.resolved.mode.value,
+        "strategy": prepared.config.strategy.kind.value,
+        "compiler": prepared.config.compiler,
+    }
     yield _gauge(
         "piecegraph_info",
         "1, with versions and settings as labels.",
-        ("version", "torch", "graph_mode", "strategy", "compiler"),
-        {
-            (
-                __version__,
-                version("torch"),
-                prepared.resolved.mode.value,
-                prepared.config.strategy.kind.value,
-                prepared.config.compiler,
-            ): 1
-        },
+        tuple(settings),
+        {tuple(settings.values()): 1},
     )
     is_verified = verified(prepared.records)
     yield _gauge(
@@ -130,25 +149,10 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         (),
         {(): int(background is not None and background["state"] != "compiled")},
     )
-    yield _counter(
-        "piecegraph_background_failures",
-        "Compilations beside serving that failed.",
-        (),
-        {(): len(background["failures"]) if background else 0},
-    )
-    yield _gauge(
-        "piecegraph_switch_seconds",
-        "Seconds from the start until compiled code served.",
-        (),
-        {(): background["switch"]["seconds"]} if background and background["switch"] else {},
-    )
-    wrong = Counter((each.out_of_service,) for each in prepared.records.of(WrongStep))
-    yield _counter(
-        "piecegraph_wrong_steps",
-        "Steps that differed from the uncompiled model, by what was taken out of service.",
-        ("out_of_service",),
-        dict(wrong),
-    )
+
+
+def _recording_metrics(prepared: PreparedModel) -> Iterator[Metric]:
+    """The recordings that are held now."""
     recordings = [recording for _, recording in prepared.recordings()]
     yield _gauge("piecegraph_recordings", "Recordings that are held.", (), {(): len(recordings)})
     yield _gauge(
@@ -157,44 +161,16 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         (),
         {(): sum(recording.bytes for recording in recordings)},
     )
-    phases = {("prepare",): prepared.records.prepare_seconds}
-    for span in prepared.records.phases:
-        phases[(span.name,)] = phases.get((span.name,), 0.0) + span.seconds
+
+
+def _startup_metrics(records: Records) -> Iterator[Metric]:
+    phases = [("prepare", records.prepare_seconds)]
+    phases += [(span.name, span.seconds) for span in records.phases]
     yield _gauge(
-        "piecegraph_startup_seconds", "Seconds of each phase of the startup.", ("phase",), phases
-    )
-
-
-def _cache_metrics(counters: Mapping[str, int]) -> Iterator[Metric]:
-    """Counts, bytes and seconds of the cache, each in a family of its own."""
-    counts = _named(counters, "cache.")
-    events = {
-        (name,): count
-        for (name,), count in counts.items()
-        if "." not in name and not name.startswith("bytes_") and name != SAVED
-    }
-    yield _counter(
-        "piecegraph_cache_events",
-        "What the cache did.",
-        ("event",),
-        {**{(event,): 0 for event in CACHE_EVENTS}, **events},
-    )
-    hits, misses = (_named(counters, f"cache.{result}.") for result in ("hit", "miss"))
-    yield _counter("piecegraph_cache_hits", "Hits of the cache, by layer.", ("layer",), hits)
-    yield _counter(
-        "piecegraph_cache_misses", "Misses of the cache, by reason.", ("reason",), misses
-    )
-    yield _counter(
-        "piecegraph_cache_bytes",
-        "Bytes read and written.",
-        ("direction",),
-        {("read",): 0, ("written",): 0} | _named(counters, "cache.bytes_"),
-    )
-    yield _counter(
-        "piecegraph_cache_saved_seconds",
-        "Compile time that hits saved.",
-        (),
-        {(): counts.get((SAVED,), 0) / 1000},
+        "piecegraph_startup_seconds",
+        "Seconds of each phase of the startup.",
+        ("phase",),
+        _sum_by_label(phases),
     )
 
 
@@ -234,7 +210,7 @@ class MetricsCollector(Collector):
         added = dict(labels or {})
         self._models: list[tuple[dict[str, str], PreparedModel]]
         if isinstance(prepared, Mapping):
-            self._models = [({"model": name, **added}, each) for name, each in prepared.items()]
+            self._models = [({"model": name, **added}, model) for name, model in prepared.items()]
         else:
             self._models = [(added, prepared)]
 
@@ -280,18 +256,14 @@ class MultiprocessMetrics:
                 (gauge.labels(**sample.labels) if sample.labels else gauge).set(sample.value)
 
 
-def _counter(name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
-    family = CounterMetricFamily(name, help, labels=labels)
+def _filled(kind: Any, name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
+    family: Metric = kind(name, help, labels=labels)
     for values, value in samples.items():
-        family.add_metric(values, value)
+        family.add_metric(values, value)  # type: ignore[attr-defined]
     return family
 
 
-def _gauge(name: str, help: str, labels: Sequence[str], samples: Samples) -> Metric:
-    family = GaugeMetricFamily(name, help, labels=labels)
-    for values, value in samples.items():
-        family.add_metric(values, value)
-    return family
+_counter, _gauge = partial(_filled, CounterMetricFamily), partial(_filled, GaugeMetricFamily)
 
 
 def _named(counters: Mapping[str, int], prefix: str) -> dict[tuple[str, ...], float]:
@@ -303,9 +275,9 @@ def _named(counters: Mapping[str, int], prefix: str) -> dict[tuple[str, ...], fl
     }
 
 
-def _by_mode(amounts: Iterable[tuple[str, float]]) -> Samples:
-    """Amounts added up by runtime mode."""
+def _sum_by_label(amounts: Iterable[tuple[str, float]]) -> Samples:
+    """Amounts with the value of one label, added up."""
     sums: dict[tuple[str, ...], float] = defaultdict(float)
-    for mode, amount in amounts:
-        sums[(mode,)] += amount
+    for label, amount in amounts:
+        sums[(label,)] += amount
     return sums

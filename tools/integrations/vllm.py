@@ -126,10 +126,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             self._watch_caches(self.prepared)
             if self.prepared.dispatcher.plan.entries:
                 try:
-                    with (
-                        capture_context(self.device),
-                        set_forward_context(None, self.vllm_config),
-                    ):
+                    with capture_context(self.device), set_forward_context(None, self.vllm_config):
                         self.prepared.capture(_no_requests)
                 except PiecegraphError as error:
                     log.warning("vLLM serves without graphs: %s", error)

@@ -20,7 +20,7 @@ def origin(program: str = "piecegraph") -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [program, *sys.argv[1:]],
         "versions": {
-            **{name: _version(name) for name in ("piecegraph", "torch")},
+            **{name: installed_version(name) for name in ("piecegraph", "torch")},
             "commit": _commit(),
         },
         "machine": {
@@ -56,7 +56,8 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed package, or None."""
     try:
         return version(distribution)
     except PackageNotFoundError:  # run from a source tree that is not installed

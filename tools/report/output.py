@@ -45,10 +45,7 @@ class Output:
 
 
 def outputs(
-    paths: Mapping[str, Path | None],
-    *,
-    stdout: Collection[str] = (),
-    plots: Collection[str] = (),
+    paths: Mapping[str, Path | None], *, stdout: Collection[str] = (), plots: Collection[str] = ()
 ) -> list[Output | None]:
     """One output for each option that has a path, in order.
 
@@ -67,31 +64,29 @@ def outputs(
             to_stdout or path.is_dir() or not _can_be_written(path)
         ):
             allowed = ", or - for standard output" if option in stdout else ""
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason="no file can be written there",
-                expected=f"a file in a folder that exists{allowed}",
-            )
+            reason = "no file can be written there"
+            expected = f"a file in a folder that exists{allowed}"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         if path.exists() and not path.is_file():
             continue
         place = path if to_stdout else Path(os.path.realpath(path))
         if place in seen:
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason=f"what {seen[place]} asks for goes there already",
-                expected="a file of its own for each",
-            )
+            reason = f"what {seen[place]} asks for goes there already"
+            expected = "a file of its own for each"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         if option in plots and path.suffix not in PLOTS:
-            raise InvalidSetting(
-                name=option,
-                value=str(path),
-                reason="its suffix names no format of a plot",
-                expected=f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}",
-            )
+            reason = "its suffix names no format of a plot"
+            expected = f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         seen[place] = option
     return checked
+
+
+def output_of(option: str, path: Path, *, stdout: bool = False) -> Output:
+    """The output of one option. Raises what `outputs` raises."""
+    (output,) = outputs({option: path}, stdout=(option,) if stdout else ())
+    assert output is not None
+    return output
 
 
 def read_facts(path: Path, name: str, command: str, schema: int, key: str) -> dict[str, Any]:

@@ -34,9 +34,15 @@ class Table:
     ids: Sequence[str] = ()
     empty: str = "None."
 
+    def as_text(self) -> tuple[list[str], list[list[Any]]]:
+        """Names of columns and cells of rows, without the bars."""
+        shown = [i for i, column in enumerate(self.columns) if column.kind != "bar"]
+        rows = [[_plain(row[i]) for i in shown] for row in self.rows]
+        return [self.columns[i].name for i in shown], rows
+
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """One subject. `details` are long texts by summary and `picture` is SVG, for a page only."""
 
     title: str
@@ -57,17 +63,14 @@ def columns(*names: str, **kinds: str) -> tuple[Column, ...]:
     )
 
 
-def as_terminal(section: Section) -> Iterator[RenderableType]:
+def as_terminal(section: ReportSection) -> Iterator[RenderableType]:
     """The section's tables and notes for a console of rich."""
     from rich.table import Table as RichTable
     from rich.text import Text
 
     for table in section.tables:
         if table.columns:
-            shown = [i for i, column in enumerate(table.columns) if column.kind != "bar"]
-            names = [table.columns[i].name for i in shown]
-            rows = [[_plain(row[i]) for i in shown] for row in table.rows]
-            yield rich_table(table.caption or section.title, names, rows)
+            yield rich_table(table.caption or section.title, *table.as_text())
         else:
             grid = RichTable.grid(padding=(0, 2))
             grid.add_column(style="bold", no_wrap=True)
@@ -79,16 +82,12 @@ def as_terminal(section: Section) -> Iterator[RenderableType]:
         yield Text(note, style=section.style)
 
 
-def as_markdown(section: Section) -> str:
+def as_markdown(section: ReportSection) -> str:
     """The section as Markdown; pictures and details are left out."""
     parts = [f"## {section.title}", *section.notes]
     for table in section.tables:
-        shown = [i for i, column in enumerate(table.columns) if column.kind != "bar"]
-        lines = [
-            _markdown_row(table.columns[i].name for i in shown),
-            _markdown_row("---" for _ in shown),
-            *(_markdown_row(_plain(row[i]) for i in shown) for row in table.rows),
-        ]
+        names, rows = table.as_text()
+        lines = map(_markdown_row, (names, ["---"] * len(names), *rows))
         body = "\n".join(lines) if table.rows else "none"
         parts.append(f"{table.caption}:\n\n{body}" if table.caption else body)
     return "\n\n".join(parts)

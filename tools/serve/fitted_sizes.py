@@ -146,10 +146,7 @@ def fit_trace(
             "chosen_on": wastes(chosen_on, lists),
             "held_out": wastes(held_out, lists),
         },
-        "drift": {
-            "rate": DRIFTED * rate,
-            **wastes(met, {"default": default, "fitted": chosen}),
-        },
+        "drift": {"rate": DRIFTED * rate, **wastes(met, {"default": default, "fitted": chosen})},
         "kept_default": chosen == thinned(default, max_graphs),
         "sizes": list(chosen),
     }

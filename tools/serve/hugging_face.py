@@ -115,9 +115,6 @@ class Generated:
     tokens: int
     difference: str | None
 
-    def as_json(self) -> dict[str, Any]:
-        return {"requests": self.requests, "tokens": self.tokens, "difference": self.difference}
-
 
 def compare_with_generate(model: Any, requests: Sequence[Request]) -> Generated:
     """Serve each request alone with greedy `generate` of transformers. A token that differs is a

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 from ...cache.keys import environment
@@ -47,12 +48,9 @@ def choice(name: str, value: str, choices: Iterable[Choice]) -> Choice:
     for candidate, member in by_name.items():
         if candidate.replace("-", "_").casefold() == wanted:
             return member
-    raise InvalidSetting(
-        name=name,
-        value=value,
-        reason="there is no such choice",
-        expected="one of " + ", ".join(by_name).casefold(),
-    )
+    reason = "there is no such choice"
+    expected = "one of " + ", ".join(by_name).casefold()
+    raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
 def one_of(choices: Iterable[Any]) -> Parse:
@@ -72,12 +70,9 @@ def parse_sizes(name: str, value: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in value.split(","))
     except ValueError:
-        raise InvalidSetting(
-            name=name,
-            value=value,
-            reason="it is not a list of numbers",
-            expected="sizes separated by commas, such as 1,2,4,8",
-        ) from None
+        reason = "it is not a list of numbers"
+        expected = "sizes separated by commas, such as 1,2,4,8"
+        raise InvalidSetting(name=name, value=value, reason=reason, expected=expected) from None
 
 
 def attention_code(name: str, value: str) -> str:
@@ -106,12 +101,8 @@ def scale(*, above_zero: bool) -> Parse:
         if 0 <= value <= LARGEST_SCALE and (value > 0 or not above_zero):
             return value
         lowest = "above 0" if above_zero else "of 0 or more"
-        raise InvalidSetting(
-            name=name,
-            value=value,
-            reason="it is out of range",
-            expected=f"a finite number {lowest}, at most {LARGEST_SCALE}",
-        )
+        expected = f"a finite number {lowest}, at most {LARGEST_SCALE}"
+        raise InvalidSetting(name=name, value=value, reason="it is out of range", expected=expected)
 
     return parse
 
@@ -142,32 +133,32 @@ def _folder(name: str, text: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """How a field of RunOptions is typed on the command line, as an option of its name.
+    """How a field of RunOptions is stated on the command line, as an option of its name.
 
-    `default` and `typed` are its value and type as typed by the user, by default the field's type;
-    `parse(flag, value)` makes the field's value of it, unless it is None. `--help` shows the
-    options without a `panel`, `--help-all` all of them. `typer` are arguments of `typer.Option`.
+    `default` is its value as typed; `parse(flag, value)` makes the field's value of it, unless it
+    is None. `--help` shows the options without a `panel`, `--help-all` all of them. `typer` are
+    arguments of `typer.Option`.
     """
 
     default: Any
     help: str
-    typed: Any
     parse: Parse | None
     panel: str | None
     typer: Mapping[str, Any]
 
+    def typed(self, field_type: Any) -> Any:
+        """The type as typed: the field's, or what is parsed into it."""
+        if self.parse is None:
+            return field_type
+        kinds = {NoneType: str | None, tuple: list[str] | None}
+        return kinds.get(type(self.default), type(self.default))
+
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    typed: Any = None,
-    parse: Parse | None = None,
-    panel: str | None = None,
-    **typer: Any,
+    default: Any, help: str, *, parse: Parse | None = None, panel: str | None = None, **typer: Any
 ) -> Any:
     """A field that is a command-line option, see `Declared`."""
-    return field(metadata={"option": Declared(default, help, typed, parse, panel, typer)})
+    return field(metadata={"option": Declared(default, help, parse, panel, typer)})
 
 
 def flag_of(name: str) -> str:
@@ -182,13 +173,11 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
         raise InvalidSetting(
             name=name, value=text, reason="it has no =", expected="NAME=VALUE, as in compiler=eager"
         )
-    if setting in OWN_OPTIONS:
-        raise InvalidSetting(
-            name=name,
-            value=text,
-            reason="the setting has an option of its own",
-            expected=f"the option {OWN_OPTIONS[setting]}",
-        )
+    options = {stated: flag_of(option) for option, stated in SETTINGS.items()}
+    if setting in options:
+        reason = "the setting has an option of its own"
+        expected = f"the option {options[setting]}"
+        raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
     from ...config import Config
 
     try:
@@ -200,21 +189,18 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
     return setting, parsed
 
 
-OWN_OPTIONS = {
-    "graph_mode": "--mode",
-    "strategy": "--strategy",
-    "capture_sizes": "--capture-sizes",
-    "max_num_tokens": "--max-num-tokens",
-    "max_num_reqs": "--max-num-reqs",
-    "compiler": "--backend",
-    "level": "--level",
-    "cache_dir": "--cache-dir",
-    "cache": "--no-cache",
-    "bundle": "--bundle",
-    "codegen.dump_dir": "--dump-dir",
-    "shadow": "--shadow",
+_SAME_NAME = (
+    *("strategy", "capture_sizes", "max_num_tokens", "max_num_reqs"),
+    *("level", "cache_dir", "bundle", "shadow"),
+)
+SETTINGS = {
+    **{name: name for name in _SAME_NAME},
+    "mode": "graph_mode",
+    "backend": "compiler",
+    "no_cache": "cache",
+    "dump_dir": "codegen.dump_dir",
 }
-"""Settings of Config that an option other than `--set` states."""
+"""The settings of Config that options state, by the names of the options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +210,11 @@ class RunOptions:
     model: DecoderConfig = option(
         "tiny",
         "Preset (tiny, small, 1b, 8b) and sizes: small,layers=2.",
-        typed=str,
         parse=lambda _, value: parse_decoder_config(value),
     )
     hf: Any = option(
         None,
         "Serve a transformers model: config.json, or LlamaConfig,vocab_size=99.",
-        typed=str | None,
         parse=hf_config,
         metavar="CONFIG",
     )
@@ -253,17 +237,13 @@ class RunOptions:
     mode: GraphMode | None = option(
         None,
         "Graph mode: " + ", ".join(GraphMode.__members__).lower() + ".",
-        typed=str | None,
         parse=one_of(GraphMode),
     )
     strategy: CaptureStrategy = option(
-        "eager", "Capture: eager, delayed or lazy.", typed=str, parse=one_of(CaptureStrategy)
+        "eager", "Capture: eager, delayed or lazy.", parse=one_of(CaptureStrategy)
     )
     capture_sizes: tuple[int, ...] | None = option(
-        None,
-        "Padded sizes with graphs: 1,2,4,8 or a sizes file.",
-        typed=str | None,
-        parse=parse_sizes,
+        None, "Padded sizes with graphs: 1,2,4,8 or a sizes file.", parse=parse_sizes
     )
     max_num_tokens: int = option(128, "Token budget of a step.", metavar="N", min=1, max=2**17)
     max_num_reqs: int = option(16, "Requests running at a time.", metavar="N", min=1, max=2**17)
@@ -272,7 +252,7 @@ class RunOptions:
         None, "Optimization level.", min=0, max=3, panel="Cache and compiling"
     )
     cache_dir: Path | None = option(
-        None, "Where artifacts are kept.", typed=str | None, parse=cache_folder, metavar="PATH"
+        None, "Where artifacts are kept.", parse=cache_folder, metavar="PATH"
     )
     no_cache: bool = option(False, "Neither read nor store.")
     bundle: str = option(
@@ -295,7 +275,6 @@ class RunOptions:
     attention: str | None = option(
         None,
         "Attention code: plain, or triton, one kernel for prompts and decodes; on a GPU triton.",
-        typed=str | None,
         parse=attention_code,
         panel="Engine",
     )
@@ -309,13 +288,11 @@ class RunOptions:
     off: tuple[str, ...] = option(
         (),
         "Turn off: " + ", ".join(SWITCH_NAMES) + ". Repeatable.",
-        typed=list[str] | None,
         parse=lambda name, values: tuple(choice(name, value, SWITCH_NAMES) for value in values),
     )
     dump_dir: Path | None = option(
         None,
         "Where to write graphs and generated code for people.",
-        typed=str | None,
         parse=writable_folder,
         metavar="PATH",
         panel="Cache and compiling",
@@ -323,7 +300,6 @@ class RunOptions:
     set: tuple[tuple[str, Any], ...] = option(
         (),
         "Another setting: tracing.guards=check. Repeatable.",
-        typed=list[str] | None,
         parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
         metavar="NAME=VALUE",
     )
@@ -334,6 +310,15 @@ class RunOptions:
     def served_model(self) -> Any:
         """What `hf` or `model` describes: vocab, max_positions, num_weights."""
         return self.hf or self.model
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of Config that options state; one that is None is left to the library."""
+        values = {setting: getattr(self, name) for name, setting in SETTINGS.items()}
+        values["cache"] = not self.no_cache
+        values["shadow"] = {"every": self.shadow} if self.shadow else None
+        values["codegen"] = {"dump_dir": values.pop("codegen.dump_dir")}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def triton(self) -> bool:
@@ -348,8 +333,7 @@ def declared_options() -> Iterator[tuple[str, Declared]]:
     """Field and declaration of each command-line option, in their order."""
     for each in fields(RunOptions):
         if "option" in each.metadata:
-            declared: Declared = each.metadata["option"]
-            yield each.name, replace(declared, typed=declared.typed or each.type)
+            yield each.name, each.metadata["option"]
 
 
 def read_run_options(**arguments: Any) -> RunOptions:
@@ -406,11 +390,8 @@ def _check_sizes(options: RunOptions, typed: str | None) -> RunOptions:
     limit = f"--max-num-tokens {options.max_num_tokens}"
     left_out = len(options.capture_sizes or ()) - len(fitting)
     if not typed.endswith(".json") or not fitting:
-        raise InvalidSetting(
-            name="--capture-sizes",
-            value=typed,
-            reason=f"{left_out} of its sizes are larger than {limit}",
-            expected="sizes up to that limit, or raise it",
-        )
+        reason = f"{left_out} of its sizes are larger than {limit}"
+        expected = "sizes up to that limit, or raise it"
+        raise InvalidSetting(name="--capture-sizes", value=typed, reason=reason, expected=expected)
     print(f"warning: {left_out} sizes larger than {limit} are left out", file=sys.stderr)
     return replace(options, capture_sizes=fitting)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidSetting
-from ..report.sections import Section, Table, columns
+from ..report.sections import ReportSection, Table, columns
 
 if TYPE_CHECKING:
     from ... import Ranks
@@ -32,12 +32,8 @@ def of_rank(options: RunOptions) -> RunOptions:
     if launched_rank() is None:
         return options
     if options.buckets:
-        raise InvalidSetting(
-            name="--buckets",
-            value=True,
-            reason="the engine that it starts runs no steps without requests, as ranks do",
-            expected="one process",
-        )
+        reason = "the engine that it starts runs no steps without requests, as ranks do"
+        raise InvalidSetting(name="--buckets", value=True, reason=reason, expected="one process")
     own = options.device == "cuda"
     return replace(options, device=f"cuda:{os.environ['LOCAL_RANK']}") if own else options
 
@@ -71,7 +67,7 @@ def rank_facts(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ranks_section(ranks: list[dict[str, Any]]) -> Section:
+def ranks_section(ranks: list[dict[str, Any]]) -> ReportSection:
     """One line for each rank."""
     rows = [
         (
@@ -86,4 +82,4 @@ def ranks_section(ranks: list[dict[str, Any]]) -> Section:
         for rank, of in enumerate(ranks)
     ]
     names = "rank", "requests", "steps", "first answer, s", "verified", "difference", "switch after"
-    return Section("Ranks", [Table(rows, columns(*names))])
+    return ReportSection("Ranks", [Table(rows, columns(*names))])

@@ -17,9 +17,9 @@ from ..engine.scheduler import Request
 from ..engine.serving_log import ServingLog
 from ..report.origin import origin
 from ..report.output import Output
-from ..report.sections import Section, Table, columns, executable_lines, size
+from ..report.sections import ReportSection, Table, columns, executable_lines, size
 from .options import RunOptions
-from .verify import Verification
+from .verify import VerificationResult
 
 SCHEMA = 2
 
@@ -33,7 +33,7 @@ def build_report(
     phases: Sequence[tuple[str, float]],
     requests: Sequence[Request],
     log: ServingLog,
-    verification: Verification,
+    verification: VerificationResult,
     speculation: Report | None = None,
     generated: Any = None,
 ) -> Report:
@@ -90,13 +90,13 @@ def _lora(options: RunOptions, dispatch: Sequence[Report]) -> Report | None:
     return {"adapters": options.lora, "cases_used": cases}
 
 
-def _verification(verification: Verification, generated: Any) -> Report:
+def _verification(verification: VerificationResult, generated: Any) -> Report:
     return {
         "ok": verification.ok and (generated is None or generated.difference is None),
         "steps": verification.steps,
         "max_abs_diff": verification.max_abs_diff,
         "mismatch": verification.mismatch and verification.mismatch.as_json(),
-        "generate": generated and generated.as_json(),
+        "generate": generated and asdict(generated),
     }
 
 
@@ -145,7 +145,7 @@ def between_tokens(token_times: Mapping[int, Sequence[float]]) -> list[float]:
     return [later - earlier for times in token_times.values() for earlier, later in pairwise(times)]
 
 
-def run_sections(report: Report) -> list[Section]:
+def run_sections(report: Report) -> list[ReportSection]:
     """The report in sections, for people."""
     verification = report["verification"]
     style = "green" if verification["ok"] else "bold red"
@@ -158,16 +158,16 @@ def run_sections(report: Report) -> list[Section]:
     ]
     return [
         _startup_section(report["startup"]),
-        Section("", [Table(list(_facts(report).items()))]),
-        Section(
+        ReportSection("", [Table(list(_facts(report).items()))]),
+        ReportSection(
             "Captures",
             [Table(captures, columns("mode", "tokens", "ms", "memory"))],
             executable_lines(report["executables"]),
         ),
         _dispatch_section(report["dispatch"]),
-        Section("Latency, ms", [Table(latencies, columns("", *PERCENTILES))]),
-        Section("Serving", notes=[_served(report["serving"])]),
-        Section(
+        ReportSection("Latency, ms", [Table(latencies, columns("", *PERCENTILES))]),
+        ReportSection("Serving", notes=[_served(report["serving"])]),
+        ReportSection(
             "Verification",
             notes=[_verdict(verification), *shadow_lines(report["shadow"])],
             style=style if verification["steps"] else "yellow",
@@ -175,7 +175,7 @@ def run_sections(report: Report) -> list[Section]:
     ]
 
 
-def _startup_section(startup: Report) -> Section:
+def _startup_section(startup: Report) -> ReportSection:
     """One line for each phase; phases of the same name share a line.
 
     The total of `prepare` follows its phases; the captures come after it.
@@ -188,7 +188,7 @@ def _startup_section(startup: Report) -> Section:
     if captures is not None:
         times["capture"] = captures
     rows = [(name, len(spent), f"{sum(spent):.3f}") for name, spent in times.items()]
-    return Section("Startup", [Table(rows, columns("phase", "times", "seconds"))])
+    return ReportSection("Startup", [Table(rows, columns("phase", "times", "seconds"))])
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -246,7 +246,7 @@ def _background(background: Report) -> str:
     return f"not yet: {background['phases'][-1]['phase']}" if background["phases"] else "not yet"
 
 
-def _dispatch_section(dispatch: Sequence[Report]) -> Section:
+def _dispatch_section(dispatch: Sequence[Report]) -> ReportSection:
     """Steps by mode and padded size; steps without a graph share a line for all their sizes."""
     graphs = [entry for entry in dispatch if entry["mode"] != "NONE"]
     without = [entry for entry in dispatch if entry["mode"] == "NONE"]
@@ -255,7 +255,9 @@ def _dispatch_section(dispatch: Sequence[Report]) -> Section:
         tokens = [entry["num_tokens"] for entry in without]
         rows.append(_dispatch_row("NONE", f"{min(tokens)} to {max(tokens)}", without))
     rows.append(_dispatch_row("all", "", dispatch))
-    return Section("Dispatch", [Table(rows, columns("mode", "tokens", "steps", "padding rows"))])
+    return ReportSection(
+        "Dispatch", [Table(rows, columns("mode", "tokens", "steps", "padding rows"))]
+    )
 
 
 def _dispatch_row(mode: str, tokens: str, entries: Sequence[Report]) -> tuple[str, ...]:

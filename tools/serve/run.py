@@ -23,10 +23,7 @@ from ... import (
     prepare,
     switched_off,
 )
-from ...dispatch import (
-    BucketLimits,
-    Phase,
-)
+from ...dispatch import BucketLimits, Phase
 from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
@@ -34,7 +31,7 @@ from ..engine.block_manager import BlockManager
 from ..engine.bucket_plan import plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
-from ..engine.engine import Engine
+from ..engine.engine import ReferenceEngine
 from ..engine.kv_cache import LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers, recorded
 from ..engine.model import INPUTS, Decoder
@@ -47,7 +44,7 @@ from .options import RunOptions
 from .progress import counting, starting
 from .ranks import rank_facts
 from .report import Report, build_report
-from .verify import SAMPLE_EVERY, Verification, Verifier
+from .verify import SAMPLE_EVERY, VerificationResult, Verifier
 
 SAMPLED_REQUESTS = 4
 """Requests that are compared with the model's own `generate`, unless all are."""
@@ -63,8 +60,8 @@ class Service:
     model: Any
     layers: Mapping[str, LayerCache]
     buffers: Buffers
-    engine: Engine
-    verification: Verification
+    engine: ReferenceEngine
+    verification: VerificationResult
 
 
 @contextmanager
@@ -119,15 +116,9 @@ def start_service(
                 graph_mode=GraphMode.FULL,
                 attention={"support": AttentionSupport.ALWAYS},
             )
-        prepared = prepare(
-            model,
-            config,
-            layers=layers,
-            events=events,
-            ranks=ranks,
-        )
+        prepared = prepare(model, config, layers=layers, events=events, ranks=ranks)
     try:
-        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
+        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         engine.ranks = ranks
         prepared.prove_with(recorded, buffers.refill)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
@@ -230,27 +221,17 @@ def require_kernels(device: torch.device) -> None:
     from triton import knobs
 
     if device.type == "cpu" and not knobs.runtime.interpret:
-        raise InvalidSetting(
-            name="--attention",
-            value="triton",
-            reason="on a CPU Triton's kernels run in its interpreter, which is off",
-            expected="plain, or TRITON_INTERPRET=1 in the environment",
-        )
+        reason = "on a CPU Triton's kernels run in its interpreter, which is off"
+        expected = "plain, or TRITON_INTERPRET=1 in the environment"
+        raise InvalidSetting(name="--attention", value="triton", reason=reason, expected=expected)
 
 
 def library_config(options: RunOptions, model: Any = None) -> Config:
     """The library's configuration for the reference decoder and its attention op, or for a model of
     transformers, which has its own settings."""
-    left_to_the_library: dict[str, Any] = {
-        "graph_mode": options.mode,
-        "level": options.level,
-        "capture_sizes": options.capture_sizes,
-        "cache_dir": options.cache_dir,
-        "shadow": {"every": options.shadow} if options.shadow else None,
-    }
-    chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     variants: dict[str, Any] = {}
+    chosen = options.settings
     if options.speculate:
         support = AttentionSupport.UNIFORM_BATCH
         variants |= {"query_lens": 1, "speculation_schedule": draft_schedule(options)}
@@ -262,18 +243,7 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         chosen["tracing"] = {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
         chosen["steps"] = {"padding": {"lora_rows": -1}}
     own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention": {"support": support}}
-    config = Config(
-        **(own if options.hf is None else model.settings),
-        max_num_tokens=options.max_num_tokens,
-        max_num_reqs=options.max_num_reqs,
-        strategy=options.strategy,
-        compiler=options.backend,
-        cache=not options.no_cache,
-        bundle=options.bundle,
-        codegen={"dump_dir": options.dump_dir},
-        variants=variants,
-        **chosen,
-    )
+    config = Config(**(own if options.hf is None else model.settings), variants=variants, **chosen)
     return switched_off(config.changed(**dict(options.set)), options.off)
 
 
@@ -370,29 +340,15 @@ def _engine(
     layers: Mapping[str, LayerCache],
     scheduler: Scheduler,
     buffers: Buffers,
-    device: torch.device,
-) -> tuple[Engine, Verification]:
+) -> tuple[ReferenceEngine, VerificationResult]:
     """The engine, running its steps through a verifier unless verification is off."""
     clock = Clock()
-    verifier = Verifier(
-        prepared,
-        model,
-        layers,
-        clock=clock,
-        every=1 if options.verify == "all" else SAMPLE_EVERY,
-    )
+    every = 1 if options.verify == "all" else SAMPLE_EVERY
+    verifier = Verifier(prepared, model, layers, clock=clock, every=every)
     run = prepared.run if options.verify == "none" else verifier.run
-    kind = OverlappingEngine if options.overlap else Engine
-    engine = (BucketEngine if options.buckets else kind)(
-        prepared,
-        model.logits,
-        scheduler,
-        buffers,
-        clock=clock,
-        device=device,
-        run=run,
-        max_loras=options.lora,
-    )
+    kind = OverlappingEngine if options.overlap else ReferenceEngine
+    kind = BucketEngine if options.buckets else kind
+    engine = kind(prepared, model.logits, scheduler, buffers, clock, run)
     return engine, verifier.result
 
 

@@ -8,7 +8,7 @@ alone changes, and the cache: a step may change only its own slots and the dump 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,16 +34,11 @@ class Mismatch:
     what: str
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "mode": self.mode,
-            "descriptor": self.descriptor.as_json(),
-            "what": self.what,
-        }
+        return {**asdict(self), "descriptor": self.descriptor.as_json()}
 
 
 @dataclass(slots=True)
-class Verification:
+class VerificationResult:
     """`max_abs_diff` is over the finite differences of all `steps` compared."""
 
     steps: int = 0
@@ -76,7 +71,7 @@ class Verifier:
         self.layers = layers
         self.clock = clock
         self.every = every
-        self.result = Verification()
+        self.result = VerificationResult()
         self._step = -1
         self._seen: set[tuple[str, int]] = set()
 

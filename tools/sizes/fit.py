@@ -19,11 +19,7 @@ from ...errors import InvalidSetting
 
 
 def fit_sizes(
-    counts: Sequence[float],
-    *,
-    max_graphs: int,
-    base: Iterable[int] = (),
-    alignment: int = 1,
+    counts: Sequence[float], *, max_graphs: int, base: Iterable[int] = (), alignment: int = 1
 ) -> tuple[int, ...]:
     """At most `max_graphs` sizes, ascending, that serve `counts` with the fewest padded rows.
 
@@ -44,12 +40,9 @@ def fit_sizes(
     sizes = sorted(weights)
     needed = max(1, len({*kept, *sizes[-1:]}))
     if max_graphs < needed:
-        raise InvalidSetting(
-            name="max_graphs",
-            value=max_graphs,
-            reason="it has no room for the sizes that are always kept and the largest batch",
-            expected=f"{needed} or more",
-        )
+        reason = "it has no room for the sizes that are always kept and the largest batch"
+        expected = f"{needed} or more"
+        raise InvalidSetting(name="max_graphs", value=max_graphs, reason=reason, expected=expected)
     if len(sizes) <= max_graphs:
         return tuple(sizes)
     total = list(accumulate((weights[size] for size in sizes), initial=0))

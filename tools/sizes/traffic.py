@@ -35,11 +35,7 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
 
 
 def expect(
-    counts: Sequence[float],
-    *,
-    default: Sequence[int],
-    widest: int,
-    drift: float = DRIFT,
+    counts: Sequence[float], *, default: Sequence[int], widest: int, drift: float = DRIFT
 ) -> list[float]:
     """The traffic to fit sizes to: as observed, blurred, and as it is under other loads.
 

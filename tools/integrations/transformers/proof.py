@@ -69,12 +69,12 @@ ORDERS: tuple[Order, ...] = (
 WITH_PADDING: tuple[Order, ...] = ((3, 5, 1), (5,))
 PLAIN, PADDED = 3, 5
 
-Calls = dict[tuple[str, int], tuple[dict[Any, Tensor], dict[Any, Tensor]]]
+ModuleCalls = dict[tuple[str, int], tuple[dict[Any, Tensor], dict[Any, Tensor]]]
 """By module and number of its call: the rows of one request in what it takes and gives."""
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ModelProof:
     """What a model class and configuration needs to be served.
 
     `offset` is what its own forward adds to positions. `mixers` are layers that run request by
@@ -91,8 +91,10 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Different:
-    """The first row of a request, by its place in a step, that is not what it is alone; its error,
-    and the most that it may have."""
+    """The first row whose result depends on other requests, with its error and tolerance.
+
+    It belongs to the request at `place` of a step that runs the requests of `order`.
+    """
 
     order: Order
     place: int
@@ -105,7 +107,7 @@ class Different:
         return self.order[self.place]
 
 
-def proven(model: PreTrainedModel, config: Config) -> Proof:
+def proven(model: PreTrainedModel, config: Config) -> ModelProof:
     """The proof from the cache of `config`, or made and stored; raises ModelNotAdaptable."""
     settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     text, events = json.dumps(settings, sort_keys=True, default=str), Events()
@@ -128,7 +130,7 @@ def proven(model: PreTrainedModel, config: Config) -> Proof:
     entry = cache.lookup("proof", key, count=False)
     if isinstance(entry, Entry):
         kept: Any = dict(entry.meta)
-        return Proof(**{**kept, "mixers": tuple(kept["mixers"])})
+        return ModelProof(**{**kept, "mixers": tuple(kept["mixers"])})
     proof = prove(model)
     cache.publish("proof", key, asdict(proof), {})
     return proof
@@ -140,7 +142,7 @@ def _own_code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def prove(model: PreTrainedModel) -> Proof:
+def prove(model: PreTrainedModel) -> ModelProof:
     """Prove the class and configuration of `model`, which may be on the meta device; raises
     ModelNotAdaptable."""
     began = time.perf_counter()
@@ -151,8 +153,8 @@ def prove(model: PreTrainedModel) -> Proof:
     return replace(proof, seconds=round(time.perf_counter() - began, 2))
 
 
-def _proved(model: PreTrainedModel, all_heads: bool = False) -> Proof:
-    proof = Proof()
+def _proved(model: PreTrainedModel, all_heads: bool = False) -> ModelProof:
+    proof = ModelProof()
     try:
         for config in small_configs(model, all_heads):
             own = build_calm(type(model), config)
@@ -182,7 +184,7 @@ class _Bench:
             raise refusal(model, reason, ONE_REQUEST)
         self.offset = self._offset()
 
-    def prove(self, proof: Proof) -> Proof:
+    def prove(self, proof: ModelProof) -> ModelProof:
         """`proof` and what this copy needs in addition; raises ModelNotAdaptable."""
         proof = replace(proof, offset=self.offset)
         while True:
@@ -210,7 +212,7 @@ class _Bench:
             around = layer.rpartition(".")[0] if layer in routes.mixers else layer
             proof = self._with_mixer(proof, around, self._description(different, layer))
 
-    def _with_mixer(self, proof: Proof, layer: str, reason: str) -> Proof:
+    def _with_mixer(self, proof: ModelProof, layer: str, reason: str) -> ModelProof:
         """Raises ModelNotAdaptable where that would be more than a layer, or is done already."""
         inner = self.own.get_submodule(layer).named_modules(prefix=layer)
         if not layer or layer in proof.mixers or any(is_stack(*named) for named in inner):
@@ -245,8 +247,8 @@ class _Bench:
     def _different(
         self, routes: Routes, orders: tuple[Order, ...], alone: list[Tensor] | None = None
     ) -> Different | None:
-        """The first row that is not what it is alone; `alone` are the errors of rows of the
-        requests alone in the dtype of the model."""
+        """The first row whose result depends on other requests, or None. `alone` are the errors of
+        rows of single requests in the dtype of the model."""
         for full_order in orders:
             order, results = self._results(routes, full_order)
             places = [place for place, index in enumerate(order) if index >= 0]
@@ -280,7 +282,7 @@ class _Bench:
                     raise refusal(self.model, reason, ONE_REQUEST) from error
             order = order[1:]
 
-    def _prove_dtype(self, proof: Proof, orders: tuple[Order, ...]) -> float:
+    def _prove_dtype(self, proof: ModelProof, orders: tuple[Order, ...]) -> float:
         """In the dtype of the model, a request has at most WORST times the error of alone; returns
         the largest of a row alone, which grows with the root of the number of layers."""
         served = _like(copy.deepcopy(self.own), self.model)
@@ -300,8 +302,8 @@ class _Bench:
         return float(torch.cat(alone).max()) * math.sqrt(max(deeper, 1.0))
 
     def _mixing(self, routes: Routes, different: Different) -> str:
-        """The first module that gives the request another result for equal inputs: than with other
-        neighbors, or than alone; "" if there is none."""
+        """The first module whose result for the request depends on other requests, though its
+        inputs are equal; "" if there is none."""
         packed = self._calls_packed(routes, different)
         others = self._calls_packed(routes, different, different.place)
         for before in (others, self._calls_alone(self.own, self.requests[different.request])):
@@ -312,7 +314,7 @@ class _Bench:
         return ""
 
     def _inexact(self, served: PreTrainedModel, routes: Routes, different: Different) -> str:
-        """The first module whose result has more than WORST times the error of that alone."""
+        """The first module whose error is more than WORST times that of the request alone."""
         ids = self.requests[different.request]
         exact, alone = (self._calls_alone(model, ids) for model in (self.own, served))
         for call, (_, result) in self._calls_packed(routes, different).items():
@@ -324,12 +326,12 @@ class _Bench:
 
     def _calls_packed(
         self, routes: Routes, different: Different, other_than: int | None = None
-    ) -> Calls:
+    ) -> ModuleCalls:
         row = self._row(different.order, other_than)
         run = lambda: routes.run(row, self.offset)  # noqa: E731
         return _calls(routes.model, row, different.place, run, routes.mixers)
 
-    def _calls_alone(self, own: PreTrainedModel, ids: Tensor) -> Calls:
+    def _calls_alone(self, own: PreTrainedModel, ids: Tensor) -> ModuleCalls:
         return _calls(own, [ids], 0, lambda: _alone(own, ids))
 
     def _description(self, different: Different, layer: str) -> str:
@@ -349,10 +351,10 @@ def _calls(
     place: int,
     run: Callable[[], Any],
     mixers: Collection[str] = (),
-) -> Calls:
+) -> ModuleCalls:
     """What all modules outside of mixers take and give for the request at `place` of a row."""
     tokens, start = sum(map(len, row)), sum(map(len, row[:place]))
-    calls: Calls = {}
+    calls: ModuleCalls = {}
 
     def parts(value: Any, key: tuple[Any, ...] = ()) -> dict[Any, Tensor]:
         if isinstance(value, Tensor) and tokens in value.shape:
