@@ -20,50 +20,27 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...cache.keys.code import (
-    attribute_names,
-    global_names,
-    nested_codes,
-    probed_names,
-)
-from ...cache.keys.encoder import (
-    KNOWN,
-    Encoder,
-    Undescribable,
-    class_name,
-    is_standard_file,
-    package_of,
-    unwrapped,
-)
 from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
 from ...torch_compat.tracing.dynamo import COMPILED_FUNCTION, Captured
-from .conditions import IDENTITY, Conditions, ConditionTree
+from .bytecode import attribute_names, global_names, probed_names, with_nested
+from .conditions import Conditions, ConditionTree
 from .from_graph import add_called_code
+from .kinds import IDENTITY, kind_of_guard
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
 from .places import GLOBAL_HOOKS, HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
 from .torch_functions import OF_TORCH, TENSOR, all_nodes, names_read
-
-_KINDS = {
-    "TYPE_MATCH": "type",
-    "NN_MODULE": "type",
-    "SEQUENCE_LENGTH": "length",
-    "DICT_KEYS_MATCH": "keys",
-    "MAPPING_KEYS_CHECK": "keys",
-    "DICT_KEYS": "keys",
-    "ITERATED": "keys",
-    "DICT_CONTAINS": "contains",
-    "DICT_NOT_CONTAINS": "contains",
-    "SET_CONTAINS": "contains",
-    "SET_NOT_CONTAINS": "contains",
-    "HASATTR": "hasattr",
-    "NOT_PRESENT_IN_GENERIC_DICT": "in __dict__",
-    "WEAKREF_ALIVE": "exists",
-    "NOT_NONE_MATCH": "exists",
-}
-"""What is observed for a kind of guard; the value itself for all others."""
+from .values import (
+    VERSIONED,
+    Undescribable,
+    class_name,
+    is_standard_file,
+    package_of,
+    plain_text,
+    unwrapped,
+)
 
 _CALLED_METHODS = ("__class_getitem__", "_missing_")
 _METACLASS_METHODS = ("__call__", "__getitem__", "__iter__", "__len__", "__contains__")
@@ -140,7 +117,7 @@ class _TraceConditions:
             return  # Dynamo guards all keys of a subclass of dict; what was read has other guards
         if (located.root, located.steps[:2]) == ("os", VARIABLES_AT) and len(located.steps) > 2:
             return  # an environment variable is recorded by name
-        of_all = _KINDS.get(guard.kind) in ("keys", "length")
+        of_all = kind_of_guard(guard.kind) in ("keys", "length")
         if of_all and (located.root, located.steps) == ("os", VARIABLES_AT):
             raise Undescribable("os.environ", "is read as a whole")
         of_attribute = guard.kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT")
@@ -156,8 +133,8 @@ class _TraceConditions:
         if guard.kind == CLASS_CHECK:
             self._add_class_check(located, *guard.argument)
             return
-        kind, argument = _KINDS.get(guard.kind, "value"), guard.argument
-        if guard.kind == UNGUARDED and Encoder().plain(value, "") is None:
+        kind, argument = kind_of_guard(guard.kind), guard.argument
+        if guard.kind == UNGUARDED and plain_text(value) is None:
             kind = "type"  # what was read of it has guards
         if kind == "contains":
             try:
@@ -169,7 +146,7 @@ class _TraceConditions:
         if kind == "length" and isinstance(value, Mapping | Set):  # what else is read has guards
             kind = "truth" if isinstance(value, Mapping) else "value"
         self.tree.add(located.root, located.steps, kind, argument)
-        if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
+        if isinstance(value, EnumMeta) and package_of(value) not in VERSIONED:
             self.tree.add(located.root, located.steps, "members")
         is_made = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
         has_identity = kind in ("type", "length", "keys") or is_made
@@ -181,7 +158,7 @@ class _TraceConditions:
         assert located.root is not None
         cls = located.value if isinstance(located.value, type) else type(located.value)
         for each in classes:
-            if {package_of(cls), package_of(each)} <= KNOWN:
+            if {package_of(cls), package_of(each)} <= VERSIONED:
                 continue
             try:
                 self.tree.add(located.root, located.steps, check, encoded_key(each))
@@ -213,9 +190,9 @@ class _TraceConditions:
         }
         wanted = {*self.captured.inlined.functions, getattr(forward, "__code__", None)}
         covered = {code for cls in self._all_classes() for code in self._add_methods(cls, wanted)}
-        by_guard = self._functions_of_guards()
+        by_guard = set(self._code_of_guards())
         for code, function in inlined.items():
-            if code not in covered and not any(_contains(each, code) for each in by_guard):
+            if code not in covered and code not in by_guard:
                 self._add_function(code, function)
         functions = [forward, *filter(None, inlined.values())]
         named = [each for each in functions if isinstance(each, types.FunctionType)]
@@ -254,7 +231,7 @@ class _TraceConditions:
             self._add_calls(cls, located)
             if issubclass(cls, torch.nn.Module):
                 self._try(located.root, [*located.steps, ["static", "__call__"]], "code")
-            if package_of(type(cls)) not in KNOWN:
+            if package_of(type(cls)) not in VERSIONED:
                 used = sorted(attributes & {*dir(type(cls))})
                 self._try(located.root, [*located.steps, ["type", None]], "added", used)
 
@@ -263,7 +240,7 @@ class _TraceConditions:
         reads = self.captured.inlined.class_reads
         for cls, name in sorted(reads, key=lambda read: (class_name(read[0]), read[1])):
             held = unwrapped(inspect.getattr_static(cls, name, None))
-            if package_of(cls) in KNOWN or isinstance(held, types.FunctionType):
+            if package_of(cls) in VERSIONED or isinstance(held, types.FunctionType):
                 continue  # what was inlined has a condition on its code
             located = self._place_of_class(cls)
             if located is not None and located.root is not None:
@@ -286,7 +263,7 @@ class _TraceConditions:
         of_class = (cls, located.steps, _CALLED_METHODS)
         of_metaclass = (type(cls), (*located.steps, ["type", None]), _METACLASS_METHODS)
         for owner, steps, names in (of_class, of_metaclass):
-            for name in () if package_of(owner) in KNOWN else names:
+            for name in () if package_of(owner) in VERSIONED else names:
                 function = unwrapped(inspect.getattr_static(owner, name, None))
                 code = getattr(function, "__code__", None)
                 file = code.co_filename if code else ""
@@ -322,11 +299,12 @@ class _TraceConditions:
             return located
         return self._classes.get(cls)
 
-    def _functions_of_guards(self) -> list[types.CodeType]:
-        values = (
-            unwrapped(each.value) for each in self.locator.located.values() if each.root is not None
-        )
-        return [value.__code__ for value in values if isinstance(value, types.FunctionType)]
+    def _code_of_guards(self) -> Iterator[types.CodeType]:
+        """The code that guards are on."""
+        for located in self.locator.located.values():
+            function = unwrapped(located.value) if located.root is not None else None
+            if isinstance(function, types.FunctionType):
+                yield from with_nested(function.__code__)
 
     def _add_function(self, code: types.CodeType, function: types.FunctionType | None) -> None:
         name = function.__qualname__ if function else code.co_qualname
@@ -341,7 +319,7 @@ class _TraceConditions:
             for path in (name, *outer_names):
                 located = module_place(module, path)
                 for found, inside in _with_wrapped(unwrapped(located.value)) if located else ():
-                    if located and located.root and _contains(found.__code__, code):
+                    if located and located.root and code in with_nested(found.__code__):
                         self._try(located.root, [*located.steps, *inside], "code")
                         return
         where = f"{code.co_filename}:{code.co_firstlineno}"
@@ -410,9 +388,3 @@ def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Ste
                 step: Step = ["item", index]
                 inside = (*place, "__closure__", step, "cell_contents")
                 waiting.append((cell.cell_contents, inside))
-
-
-def _contains(code: types.CodeType, inner: types.CodeType) -> bool:
-    return (
-        code is inner or code == inner or any(_contains(each, inner) for each in nested_codes(code))
-    )
