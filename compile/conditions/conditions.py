@@ -217,15 +217,12 @@ def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition
 
 
 def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
-    if TRACES in data:
-        for trace in data[TRACES]:
-            yield from _broken(trace, model)
-        return
-    yield from filter(None, checked(data, model, sorted(data["roots"])))
-    for name, recorded in data["environment"].items():
-        if (now := environment.observed(name)) != recorded:
-            old, new = ("unset" if value is None else str(value) for value in (recorded, now))
-            yield BrokenCondition(f"environment variable {name}", old, new)
+    for trace in data.get(TRACES, [data]):
+        yield from filter(None, checked(trace, model, sorted(trace["roots"])))
+        for name, recorded in trace["environment"].items():
+            if (now := environment.observed(name)) != recorded:
+                old, new = ("unset" if value is None else str(value) for value in (recorded, now))
+                yield BrokenCondition(f"environment variable {name}", old, new)
 
 
 def checked(
@@ -235,10 +232,13 @@ def checked(
 
     Yields those that do not hold, and None after each place, so that a check may go on later.
     """
-    if TRACES in data:
-        for trace in data[TRACES]:
-            yield from checked(trace, model, roots)
-        return
+    for trace in data.get(TRACES, [data]):
+        yield from _checked(trace, model, roots)
+
+
+def _checked(
+    data: Mapping[str, Any], model: torch.nn.Module, roots: Sequence[str]
+) -> Iterator[BrokenCondition | None]:
     observer = _Observer(data["identities"])
     for root in roots:
         top = data["roots"][root], root_value(root, model)
