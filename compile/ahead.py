@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from ..cache.keys.encoder import Undescribable
 from ..errors import LibraryUnusable
 from ..events import Events
 from ..torch_compat.compiling.piece_data import NotData
@@ -35,6 +34,7 @@ from .backends.worker import Failed, Machine, Reply, Task
 from .backends.workers import Workers, workers_for
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import machine_key, trace_key
+from .conditions.values import Undescribable
 from .guards.prover import Ranges
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest

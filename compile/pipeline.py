@@ -20,11 +20,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache import Key
-from ..cache.keys.encoder import Undescribable
 from ..cache.lock import Flight
 from ..errors import BundleMissing, PieceFailed
 from .backends.registry import compiler_for
 from .bundle.key_factors import trace_key
+from .conditions.values import Undescribable
 from .eager_model import eager_model
 from .ir.compilation import BundleMiss, Compiler, CompileRequest
 from .plan.compiled_model import CompiledModel, bind

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...cache import Key
-from ...cache.keys.encoder import Undescribable
 from ...cache.keys.factors import Json
 from ..bundle.key_factors import codegen_key, machine_key
+from ..conditions.values import Undescribable
 from ..ir.config import TOKENS, GraphPass
 from ..passes.graph_pass import passes_up_to
 from ..pieces.compile_ranges import CompileRange, compile_ranges

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 
 from ...cache import Key
-from ...cache.keys.code import code_parts, fingerprint
-from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Parts, Stable
 from ...torch_compat.basics.devices import device_facts
@@ -31,7 +29,9 @@ from ...torch_compat.basics.settings import active_modes, changed_settings, glob
 from ...torch_compat.basics.tensors import subclass_parts
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
 from ...torch_compat.repairs.inductor_fixes import REPAIRS
+from ..conditions.code import code_parts, fingerprint
 from ..conditions.custom_ops import kernel_parts
+from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
 from ..ir.serialization import dtype_name

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.code import code_parts
-from ...cache.keys.encoder import Undescribable
 from ...cache.keys.factors import Parts
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
+from ..conditions.code import code_parts
+from ..conditions.values import Undescribable
 from ..ir.config import GraphPass, named_object
 from . import functionalization, no_op
 
