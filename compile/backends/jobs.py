@@ -28,7 +28,7 @@ from ...torch_compat.compiling.piece_data import NotData, dump_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..guards.numerics_check import numeric_difference, static_inputs
 from ..guards.prover import Ranges
-from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
+from ..ir.compilation import Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
 from ..passes.graph_pass import SHIPPED, inductor_passes
@@ -131,9 +131,7 @@ def _load(request: CompileRequest, job: Job, compiler: Compiler) -> CompiledJob 
         return None
     entry = request.cache.lookup("artifact", job.key)
     request.record_lookup("artifact", job.key, entry)
-    if not isinstance(entry, Entry) or CODE not in entry.contents:
-        return None
-    if not _covers(entry.meta.get("ranges"), job.served):
+    if not isinstance(entry, Entry) or not _covers(entry.meta.get("ranges"), job.served):
         return None
     try:
         (fn,) = compiler.load([entry.contents])

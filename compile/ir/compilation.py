@@ -1,8 +1,8 @@
 """Compiling as data: request, compiler, what a unique piece gives, records of what was done.
 
-An artifact is stored as named blobs. `code`, `kernel.*`, `compiler` and `probe.*` make up the
-standalone artifact of Inductor. `library` is an AOTInductor library, which takes longer to build
-and loads in a millisecond.
+An artifact is stored as named blobs, whose names its compiler chooses. Several artifacts may share
+`kernel.*`, `compiler` and `probe.*`; every other blob is the code of one. `library` is an
+AOTInductor library, which takes longer to build and loads in a millisecond.
 """
 
 from __future__ import annotations
@@ -56,11 +56,16 @@ class Compiler:
     """What is needed once per process or machine, so that no piece is timed with it."""
     session: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is open while the pieces of one model are compiled."""
+    before_load: Callable[[Events], None] | None = None
+    """What `load` needs once per process, in a span of its own."""
     in_workers: bool = False
     """Whether worker processes can do its work; see `backends.workers`."""
+    version: str = ""
+    """Changes with the code that it generates. In the trace key and the codegen key, so that code
+    of another version is not loaded. Required of an entry point with `load`; Inductor's is torch's.
+    """
 
 
-CODE = "code"
 KERNEL = "kernel."
 """Prefix of compiled C++ libraries."""
 PROBE = "probe."
@@ -68,6 +73,11 @@ PROBE = "probe."
 COMPILER = "compiler"
 """Version of the C++ compiler that built the kernels."""
 LIBRARY = "library"
+
+
+def is_own_code(blob: str) -> bool:
+    """Whether no two artifacts have this blob in common, unless they are equal."""
+    return blob != COMPILER and not blob.startswith((KERNEL, PROBE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,8 @@ class BundleMiss:
     reason: str
     detail: str = ""
     remedy: str = DEPLOY
+    tried: frozenset[str] = frozenset()
+    """Digests of the stored bundles that cannot be used."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
