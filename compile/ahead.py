@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from ..cache.keys.encoder import Undescribable
 from ..errors import LibraryUnusable
-from ..events import Events
 from ..torch_compat.compiling.piece_data import NotData
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..torch_compat.tracing.sources import drop_sources, next_source
@@ -92,7 +91,7 @@ def _with_libraries(
         else:
             continue
         (split, job), result = compiled.jobs[number], compiled.results[number]
-        with _reporting_failures(request.events, job):
+        with _reporting_failures(request, job):
             match reply:
                 case Failed():
                     raise LibraryUnusable(reason=reply.reason)
@@ -102,7 +101,7 @@ def _with_libraries(
                     library = _library(request, split, job)
             artifacts[number] = {**result.blobs, LIBRARY: library}
             request.events.count("library_compiles")
-            store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
+            store_artifact(request, job, replace(result, blobs=artifacts[number]))
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
@@ -119,15 +118,17 @@ def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> d
 
 
 @contextmanager
-def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
-    """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
+def _reporting_failures(request: CompileRequest, job: Job) -> Iterator[None]:
+    """Record an error, for torch may refuse for many reasons: the standalone form serves then."""
     index = job.unique.index
     try:
-        with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
+        with request.events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
             yield
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
+        request.records.failed_libraries.append(reason)
+        facts = {"piece": index, "reason": reason}
+        request.events.emit("compile.library_failed", level=logging.WARNING, **facts)
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:

@@ -95,7 +95,7 @@ def compile_missing(missing: NoBundle) -> CompiledModel:
     Raises the errors of tracing, splitting, guards and compilers.
     """
     request = missing.request
-    with request.cache.single_flight("bundle", missing.key) as flight:
+    with request.cache.single_flight("bundle", missing.key, waiting=request.wait) as flight:
         # the process that held the lock before may have stored the bundle
         if flight is Flight.AFTER_OTHERS and missing.may_be_stored():
             stored = load_bundle(request, missing.key, missing.compiler)

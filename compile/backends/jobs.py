@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 import sympy
 import torch
 
-from ...cache import Cache, Entry, Key
+from ...cache import Entry, Key
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...events import Events
@@ -158,11 +158,11 @@ def _covers(proved: Any, served: Sequence[Any]) -> bool:
     )
 
 
-def store_artifact(cache: Cache, job: Job, result: CompiledJob) -> None:
+def store_artifact(request: CompileRequest, job: Job, result: CompiledJob) -> None:
     """Store the artifact of a job with the ranges over which its guards are proved."""
     if job.key is not None and result.blobs and result.proved:
         meta: dict[str, Json] = {"compile_seconds": result.seconds, "ranges": job.served}
-        cache.publish("artifact", job.key, meta, result.blobs)
+        request.publish("artifact", job.key, meta, result.blobs)
 
 
 def _share(
@@ -418,7 +418,8 @@ def _record(
         "compile.end", level=logging.INFO, seconds=built.seconds, kernels=built.kernels, **facts
     )
     events.count(f"{compiler.name}_compiles")
-    store_artifact(request.cache, job, result)
+    request.progress(f"compiled piece {job.unique.index}")
+    store_artifact(request, job, result)
     if compiler.load is not None and (reason := _obstacle(job, result)):
         events.emit("artifact.not_kept", piece=job.unique.index, reason=reason)
 
@@ -436,7 +437,7 @@ def compiler_options(
     split: SplitModel, job: Job, device: torch.device, events: Events
 ) -> dict[str, Any]:
     """`plain_options` and passes."""
-    passes = inductor_passes(job.passes, events, job.unique.index)
+    passes = inductor_passes(job.passes, partial(events.emit, "pass"), job.unique.index)
     return {**plain_options(split, job, device), **passes}
 
 

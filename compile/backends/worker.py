@@ -163,9 +163,7 @@ def _read(
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _work(
-    compiler: Compiler, tasks: Iterator[Task], reply: Callable[[Reply], None]
-) -> None:
+def _work(compiler: Compiler, tasks: Iterator[Task], reply: Callable[[Reply], None]) -> None:
     for machine, group in groupby(tasks, key=lambda task: task.machine):
         own = machine_key(machine.code, machine.device)
         difference = "; ".join(map(str, diff(machine.key.factors, own.factors)[:3]))
@@ -198,9 +196,9 @@ class _Values(Interpreter):
 def _compile(
     compiler: Compiler, task: Task, graph: GraphModule, options: dict[str, Any]
 ) -> Compiled | Refused:
-    events, machine = Events(), task.machine
+    machine, ran = task.machine, list[dict[str, Any]]()
     passes = [each for each in SHIPPED if each.name in task.passes]
-    options |= inductor_passes(passes, events, task.piece)
+    options |= inductor_passes(passes, lambda **facts: ran.append(facts), task.piece)
     if task.limits is not None:
         began = time.perf_counter()
         with reasoning_about_sizes(machine.code.dynamic_shapes.value):
@@ -224,4 +222,4 @@ def _compile(
         guards += chain.from_iterable(narrowed_range(env, symbol) for symbol in symbols)
         deferred = ((expression, None) for expression in deferred_asserts(env))
         guards += (each for each in deferred if each[0].free_symbols <= set(symbols))
-    return Compiled(blobs, guards, began, seconds, [event.facts for event in events.named("pass")])
+    return Compiled(blobs, guards, began, seconds, ran)

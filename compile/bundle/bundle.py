@@ -70,7 +70,7 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = _stored_plan(plan)
-    request.cache.publish("bundle", key, meta, blobs)
+    request.publish("bundle", key, meta, blobs)
     return True
 
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.inspection import nearest_entries
+from ...cache.keys.factors import Json
 from ...cache.layers import DEPLOY
 from ...events import Events
 from .config import CompileConfig
@@ -128,8 +129,17 @@ class CompileRecords:
     bundle: BundleOutcome | None = None
     not_cacheable: tuple[str, ...] = ()
     """What the trace relied on and cannot be stored as a condition, each with the user's line."""
+    failed_libraries: list[str] = field(default_factory=list)
+    """Why artifacts have no ahead-of-time library."""
+    failed_writes: list[str] = field(default_factory=list)
+    """Why layers of the cache could not store code."""
     pieces: list[PieceBuilt] = field(default_factory=list)
     lookups: list[dict[str, Any]] = field(default_factory=list)
+
+    def not_stored(self) -> str:
+        """Why the next start does not find all code in the cache; empty if it does."""
+        reasons = (*self.failed_libraries, *self.not_cacheable, *self.failed_writes)
+        return "; ".join(dict.fromkeys(reasons))
 
 
 @dataclass(frozen=True)
@@ -156,6 +166,8 @@ class CompileRequest:
     """Whether this process serves meanwhile, and has little time for this."""
     checkpoint: Callable[[], None] = lambda: None
     """Called between phases and pieces, and during waits; raises what ends the compilation."""
+    progress: Callable[[str], None] = lambda _: None
+    """Called with what was compiled, or what is waited for."""
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""
@@ -186,6 +198,17 @@ class CompileRequest:
         """Record why no bundle of this model can be stored."""
         self.records.not_cacheable = tuple(reasons)
         self.events.emit("bundle.not_kept", level=logging.WARNING, reason="; ".join(reasons))
+
+    def publish(
+        self, kind: str, key: Key, meta: Mapping[str, Json], blobs: Mapping[str, bytes]
+    ) -> None:
+        """Store an entry in the cache, or record why a layer could not store it."""
+        self.records.failed_writes += self.cache.publish(kind, key, meta, blobs).unstored
+
+    def wait(self) -> None:
+        """Called while another process compiles the model."""
+        self.checkpoint()
+        self.progress("another process compiles it")
 
 
 def kernels(artifacts: Sequence[Blobs]) -> list[int]:
