@@ -40,6 +40,14 @@ class Job:
         """The token counts that the code is for, inclusive."""
         return self.size or self.interval.low, self.size or self.interval.high
 
+    def names(self) -> dict[str, Any]:
+        """The piece, as events name it."""
+        return {"piece": self.unique.index, "digest": self.unique.digest[:12]}
+
+    def facts(self) -> dict[str, Any]:
+        """The piece and its range, as events state them."""
+        return {**self.names(), "range": list(self.span)}
+
 
 @dataclass(frozen=True)
 class Schedule:

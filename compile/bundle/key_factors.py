@@ -34,6 +34,7 @@ from ..conditions.custom_ops import kernel_parts
 from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
+from ..ir.registered_compilers import registered_compiler
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import pass_factors
 from ..pieces.fingerprint import tensor_class
@@ -65,7 +66,7 @@ def trace_key(
             },
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
-            "versions": versions(),
+            "versions": versions(config.code.compiler),
             "torch_state": _named("torch_state", torch_state),
             "environment": environment_factors(),
             "speedups": are_on(),  # the switch asks for a trace without them
@@ -91,7 +92,7 @@ def machine_key(config: CodeConfig, device: torch.device) -> Key:
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "toolchain": toolchain(),
-            "versions": versions(),
+            "versions": versions(config.compiler),
             "repairs": [fingerprint(each) for each in REPAIRS],
             "torch_state": torch_state(),
             "environment": environment_factors(),
@@ -119,14 +120,17 @@ def splitting_factors(config: CompileConfig) -> list[Parts]:
     return [Parts(code_parts(function, "code")) for function in config.splitting_functions]
 
 
-def versions() -> dict[str, str]:
-    """Versions of what traces, compiles and loads."""
+def versions(compiler: str) -> dict[str, str]:
+    """Versions of what traces, compiles and loads; of a compiler of another package its own."""
+    registered = registered_compiler(compiler)
+    of_compiler = {f"compiler {compiler}": registered.version} if registered is not None else {}
     return {
         "piecegraph": importlib.metadata.version("piecegraph"),
         "torch": torch.__version__,
         "torch_commit": str(torch.version.git_version),
         "triton": _installed("triton"),
         "python": platform.python_version(),
+        **of_compiler,
     }
 
 

@@ -53,6 +53,7 @@ def build_report(
         "cache": {
             "hit": bundle is not None and bundle.hit,
             "reason": bundle.reason if bundle is not None else None,
+            "detail": bundle.detail if bundle is not None else None,
             "verified": verified(records),
             "not_cacheable": list(records.compile.not_cacheable),
             **_stored(cache),

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.compile.backends import registry
 from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import BundleMissing, BundleStale
 
 from ..models import X

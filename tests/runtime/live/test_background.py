@@ -27,7 +27,7 @@ from piecegraph import (
     StepObserver,
 )
 from piecegraph.compile import ahead
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
@@ -440,7 +440,7 @@ def test_libraries_are_built_once_compiled_code_serves(
     serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(request: CompileRequest) -> bool:
-        request.events.emit("compile.library_failed", piece=0, reason="no such op")
+        request.records.failed_libraries.append("no such op")
         return False
 
     monkeypatch.setattr(ahead, "compile_ahead", build)

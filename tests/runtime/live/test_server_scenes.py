@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.directory import DirectoryLayer
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 
 from .conftest import LENGTHS, LiveServed, Model, Texts
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
 from piecegraph.cache.settings import CacheSettings
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.dispatch import Reason
 from piecegraph.runtime.core.records import BundleFailed
 

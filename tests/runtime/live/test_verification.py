@@ -6,6 +6,7 @@ Conditions are switched off here, so that only the verification can refuse a bun
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piecegraph import Batch, Ranks
+from piecegraph import Batch, ForwardContext, Ranks, explain_miss, forward_context
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile import verify
 from piecegraph.compile.bundle import bundle as bundles
@@ -46,6 +47,23 @@ class Gained(Model):
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+
+
+def test_report_log_and_forecast_name_the_condition_that_refused(
+    prepare_live: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = CacheSettings(verify_bundle="off")
+    assert prepare_live(Gained(2.0), cache=off).prepared.report()["cache"]["detail"] is None
+    with caplog.at_level(logging.WARNING, logger="piecegraph"):
+        refused = prepare_live(Gained(3.0), cache=off).prepared
+    condition = "model.gain: 2.0 -> 3.0"
+    facts = refused.report()["cache"]
+    assert (facts["hit"], facts["reason"], facts["detail"]) == (False, "refused", condition)
+    assert refused.report()["counters"]["cache.miss.refused"] == 1
+    assert caplog.text.count(condition) == 1
+    with forward_context(ForwardContext({"stage": None})):
+        forecast = explain_miss(Gained(4.0), refused.config)
+    assert forecast.reason == "refused: model.gain: 2.0 -> 4.0 | model.gain: 3.0 -> 4.0"
 
 
 @pytest.fixture
