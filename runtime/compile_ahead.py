@@ -8,8 +8,8 @@ from ..compile.ir.compilation import ExampleArguments
 from ..compile.pipeline import gc_paused
 from ..config import Config
 from ..events import Events
+from .core.allowed_work import allow_compilation
 from .core.records import Records
-from .parts.seal.monitor import allow_compilation
 from .setup.request import compile_request
 from .setup.switches import resolve_config
 

@@ -133,8 +133,8 @@ MUTANTS = [
      "self.events", LOOP),  # 19
     (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
     (MODEL, "self._steps.close()", "pass", f"{RESULTS} -k close"),
-    (MODEL, "        self.backend.synchronize()\n        self._graphs.capturer.re",
-     "        self._graphs.capturer.re", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "        self.backend.synchronize()\n        self.parts.strategies.capturer.re",
+     "        self.parts.strategies.capturer.re", f"{WEIGHTS} -k idle_before"),
     (SERVICE, "        self._backend.synchronize()\n        self._steps.forget",
      "        self._steps.forget", f"{WEIGHTS} -k idle_before"),
     (STEPS, "if stated is not None and stated != num_tokens:", "if False:",

@@ -84,7 +84,7 @@ class StepRecorder(StepObserver):
         self._keep = metadata
         self._dispatched: tuple[Batch, Decision] | None = None
         self._open = True
-        prepared.observe(self)
+        prepared.parts.log.observe(self)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class StepRecorder(StepObserver):
         if not self._open:
             return
         self._open = False
-        self._prepared.unobserve(self)
+        self._prepared.parts.log.unobserve(self)
         if self._output is not None:
             rows = [(step.args, step.kwargs, step.batch, step.metadata) for step in self.steps]
             with self._output.writing() as path:

@@ -99,7 +99,7 @@ class GraphCase:
         """
         engine = make(self)
         prepared, observer = engine.prepared, _Observer()
-        prepared.observe(observer)
+        prepared.parts.log.observe(observer)
         with _untouched(engine, "the startup captures"):
             engine.start()
         must_be_sealed(prepared)

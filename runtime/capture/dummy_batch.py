@@ -10,7 +10,7 @@ cache slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
-from ..parts.regions.regions import Regions
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -121,14 +120,15 @@ class DummyBatches:
         code: ModelCode,
         inputs: StaticInputs,
         context: ForwardContext,
-        regions: Regions,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        """`around` gives what is entered while a batch runs."""
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
         self._code = code
         self._inputs = inputs
-        self._regions = regions
+        self._around = around
         self._checked = False  # all sizes run the same code
         self._refused: OtherRowsWritten | None = None
 
@@ -143,7 +143,7 @@ class DummyBatches:
             raise self._refused
         try:
             in_context = batch.in_context(self.context, self.metadata_for)
-            with self._regions.compiling(), in_context as views:
+            with self._around(), in_context as views:
                 yield views
         except OtherRowsWritten as error:
             self._refused = error

@@ -1,10 +1,10 @@
 """One captured graph as steps use it: a recording with the static inputs it reads, views of its
-results, and the addresses it relies on."""
+results, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -13,35 +13,33 @@ import torch
 from torch import Tensor
 
 from ...compile.ir.plan import Plan
+from ...dispatch import PlanEntry
 from ...errors import BatchExceeded, SizeOutOfRange
 from ...torch_compat.basics.tensors import normal_alias
 from ..backends.protocol import FreshResults, Load, Mark, Replay, Sizes
+from ..core.check import CheckStep
 from ..core.code import real_results
 from ..core.static_inputs import BoundInputs
-from ..parts.checks.address_checks import MetadataAddresses, Snapshot
-from ..parts.checks.step_reads import StepReads
-from ..parts.log.profiler_ranges import call_names, piece_names, ranged
-from .recording import Recording, SegmentKind, run_calls
+from .recording import Recording
 
 _MOST_KEPT = 256
 
 
 @dataclass(slots=True, eq=False)
 class InstalledGraph:
-    """A recording as steps use it, and what a step that replays it must satisfy.
+    """A recording as steps use it: graph `index` of the plan.
 
     `runs_python` says whether a replay runs Python, such as a splitting op between two graphs.
+    `checks` are what each of its steps must satisfy.
     """
 
+    index: int
+    entry: PlanEntry
     recording: Recording
+    inputs: BoundInputs
     replay: Replay
-    addresses: Snapshot
-    metadata: MetadataAddresses | None
     runs_python: bool
-    reads: StepReads | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reads = self.recording.reads or None
+    checks: tuple[CheckStep, ...] = ()
 
     def poison(self, overwrite: Callable[[Tensor], object]) -> None:
         """Overwrite the static results, so that code that reads them after the step gets NaN."""
@@ -102,23 +100,6 @@ class BoundRecording:
         results = tuple(_fresh(result, self._inputs.holds(result)) for result in real)
         self._by_size[sizes] = load, results
         return load, results
-
-
-def name_segments(recording: Recording, plan: Plan) -> None:
-    """Replay each segment of `recording` in a range, by the pieces and ops that it holds."""
-    graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
-    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
-    one_per_piece = len(graphs) == len(plan.piece_uses()) > 1
-    named, last = [], ""
-    for segment in recording.segments:
-        for index, call in enumerate(segment.calls):
-            if segment.kind is SegmentKind.EAGER:
-                name = next(calls, f"op {segment.names[index]}")
-                last = f" after {segment.names[index]}" if not plan.calls() else ""
-            else:
-                name = next(pieces) if one_per_piece else f"graph {recording.name}{last}"
-            named.append(ranged(name, call))
-    recording.replay = partial(run_calls, tuple(named))
 
 
 def _fresh(result: Any, of_input: bool) -> Callable[[], Any]:

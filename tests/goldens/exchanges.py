@@ -51,7 +51,7 @@ def both_modes(ranks: Ranks, folder: Path) -> PreparedModel:
 def delayed_captures(ranks: Ranks, folder: Path) -> PreparedModel:
     """Some between steps, the rest in idle time."""
     prepared = served(graph_mode=BOTH, strategy="delayed", ranks=ranks)
-    prepared.capture_idle(1e6)
+    prepared.parts.strategies.idle(1e6)
     return prepared
 
 
@@ -68,7 +68,7 @@ def lazy_captures_and_evictions(ranks: Ranks, folder: Path) -> PreparedModel:
 
 def memory_limit_probes(ranks: Ranks, folder: Path) -> PreparedModel:
     prepared = prepared_model(graph_mode="FULL", steps={"memory_limit": 9000}, ranks=ranks)
-    prepared.memory_plan()
+    prepared.parts.strategies.memory_plan()
     prepared.capture()
     return prepared
 
@@ -161,7 +161,7 @@ def switch_between_steps(ranks: Ranks, folder: Path) -> PreparedModel:
 def switch_that_is_awaited(ranks: Ranks, folder: Path) -> PreparedModel:
     prepared = prepared_model(**cached(folder, graph_mode="PIECEWISE", bundle="serve", ranks=ranks))
     prepared.capture()
-    prepared.wait_until_compiled()
+    prepared.parts.starts.wait_until_compiled()
     return prepared
 
 

@@ -92,7 +92,7 @@ def warm(folder: Path) -> PreparedModel:
     """A start from the bundle of another, verified after its steps."""
     served(**cached(folder, graph_mode="PIECEWISE")).close()
     prepared = served(**cached(folder, graph_mode="PIECEWISE"))
-    prepared.wait_until_verified()
+    prepared.parts.starts.wait_until_verified()
     serve(prepared)
     return prepared
 
@@ -109,7 +109,7 @@ def uncompiled_at_first(folder: Path) -> PreparedModel:
 def warmed_up(folder: Path) -> PreparedModel:
     """A plan of memory, a limit that some graphs exceed, and a warm-up; then sealed."""
     prepared = prepared_model(graph_mode="FULL", steps={"memory_limit": 9000})
-    prepared.memory_plan()
+    prepared.parts.strategies.memory_plan()
     prepared.warm_up()
     prepared.seal()
     serve(prepared)

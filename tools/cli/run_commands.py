@@ -337,10 +337,10 @@ def _profiled(service: Service, output: Output) -> Iterator[None]:
     """Under torch's profiler with ranges on; its trace goes to `output`."""
     from torch.profiler import profile
 
-    service.prepared.profiler_ranges()
+    service.prepared.parts.log.profiler_ranges()
     with profile() as profiler:
         yield
-    service.prepared.profiler_ranges(on=False)
+    service.prepared.parts.log.profiler_ranges(on=False)
     with output.writing() as path:
         profiler.export_chrome_trace(str(path))
 

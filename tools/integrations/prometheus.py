@@ -80,7 +80,7 @@ def _step_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         ("mode", "reason"),
         {(row["mode"], row["reason"]): row["count"] for row in prepared.usage.reasons()},
     )
-    yield _step_seconds(prepared.step_log)
+    yield _step_seconds(prepared.parts.log.step_log)
     run = _sum_by_label((row["mode"], row["count"] * row["num_tokens"]) for row in rows)
     yield _counter("piecegraph_rows", "Rows that were run, padding among them.", mode, run)
     padding = _sum_by_label((row["mode"], row["padded_tokens"]) for row in rows)

@@ -210,7 +210,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
             )
-            prepared.wait_until_compiled()  # a trace needs the module's own forward
+            prepared.parts.starts.wait_until_compiled()  # a trace needs the module's own forward
         return prepared, inputs
 
     def _refuse(self, reason: str) -> None:

@@ -129,9 +129,9 @@ def start_service(
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         engine.ranks = ranks
-        prepared.prove_with(recorded, buffers.refill)
+        prepared.parts.proof.prove_with(recorded, buffers.refill)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
-        prepared.ledger.own("KV cache", caches)
+        prepared.parts.strategies.ledger.own("KV cache", caches)
         for name, cache in layers.items():
             prepared.watch(f"keys of {name}", cache.keys)
             prepared.watch(f"values of {name}", cache.values)

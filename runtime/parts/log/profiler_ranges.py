@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch.profiler import record_function
@@ -11,6 +12,7 @@ from torch.profiler import record_function
 from ....compile.ir.plan import CallStep, PieceStep, Plan
 from ....compile.plan.codegen import Hook
 from ....dispatch import Decision
+from ...capture.recording import Recording, SegmentKind, run_calls
 from .step_log import StepObserver
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -61,6 +63,23 @@ def range_hooks(plan: Plan) -> tuple[Hook, Hook]:
         lambda use, piece: ranged(pieces[use], piece),
         lambda use, op: ranged(calls[use], op),
     )
+
+
+def name_segments(recording: Recording, plan: Plan) -> None:
+    """Replay each segment of `recording` in a range, by the pieces and ops that it holds."""
+    graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
+    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
+    one_per_piece = len(graphs) == len(plan.piece_uses()) > 1
+    named, last = [], ""
+    for segment in recording.segments:
+        for index, call in enumerate(segment.calls):
+            if segment.kind is SegmentKind.EAGER:
+                name = next(calls, f"op {segment.names[index]}")
+                last = f" after {segment.names[index]}" if not plan.calls() else ""
+            else:
+                name = next(pieces) if one_per_piece else f"graph {recording.name}{last}"
+            named.append(ranged(name, call))
+    recording.replay = partial(run_calls, tuple(named))
 
 
 class StepRanges(StepObserver):

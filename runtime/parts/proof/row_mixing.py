@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from ....errors import OtherRowsWritten
 from ....torch_compat.basics.ops import OpOverload
 from ....torch_compat.basics.tensors import FakeTensorMode, tree_map_only, without_modes
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
+from ...capture.breaks import WITHOUT_BREAKS
 from ...core.preserved import preserve
 
 Shape = tuple[int, ...]
@@ -236,10 +236,6 @@ class WithoutBreaks:
     def _saw_op(self, op: OpOverload) -> None:
         if self.mixes_at is None and _MIXING.search(f".{op.overloadpacket.__name__}("):
             self.mixes_at = user_line()
-
-
-WITHOUT_BREAKS: ContextVar[WithoutBreaks | None] = ContextVar("without_breaks", default=None)
-"""What stands in for the breaks of this thread."""
 
 
 class _Made(TensorTracker):

@@ -23,6 +23,7 @@ from ....config import Config
 from ....dispatch import DispatchPlan
 from ....errors import RankLost, RanksDisagree
 from ....torch_compat.basics.distributed import process_group_store
+from ...core.exchange import Facts
 from ...setup.policy import attention_support
 
 

@@ -25,6 +25,7 @@ from ....errors import WorkAfterSeal
 from ....torch_compat.basics.devices import graph_classes
 from ....torch_compat.basics.structured_trace import TRACE_LOGGER
 from ...backends.protocol import GraphBackend
+from ...core.allowed_work import is_compilation_allowed
 from ...core.records import Records
 from ...forward_context import CURRENT, ForwardContext
 

@@ -14,8 +14,8 @@ from ....compile.pipeline import compile_missing, without_bundle
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.warm import Loaded, NoBundle
 from ....errors import ModelMismatch
+from ...core.exchange import Exchange
 from ...core.records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
-from ..ranks.ranks import Exchange
 from .tracing_thread import TracingThread, beside_steps
 
 ATTEMPTS = 3

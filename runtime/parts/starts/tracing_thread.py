@@ -21,9 +21,9 @@ import torch
 from ....compile.ir.compilation import CompileRequest
 from ....torch_compat.basics.devices import autocast_devices
 from ....torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
+from ...core.allowed_work import allow_compilation
+from ...core.exchange import Exchange
 from ...core.records import Records
-from ..ranks.ranks import Exchange
-from ..seal.monitor import allow_compilation
 
 SWITCH_INTERVAL_S = 0.0001
 """How soon the trace gives the interpreter to a step that waits for it; Python's default is 5 ms.

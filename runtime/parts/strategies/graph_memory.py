@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 from ....dispatch import DispatchPlan, RuntimeMode
+from ...core.exchange import Exchange
 from ...core.records import ForecastAccuracy, Records
-from ..ranks.ranks import Exchange
 from .forecast import Forecast, Graph
 from .wanted import GraphState
 

@@ -99,8 +99,8 @@ ACTIONS = {
     "capture": PreparedModel.capture,
     "warm_up": PreparedModel.warm_up,
     "ranges": warm_ranges,
-    "memory_plan": PreparedModel.memory_plan,
-    "idle": lambda prepared: prepared.capture_idle(1e9),
+    "memory_plan": lambda prepared: prepared.parts.strategies.memory_plan(),
+    "idle": lambda prepared: prepared.parts.strategies.idle(1e9),
     "recapture": lambda prepared: (prepared.capture(), prepared.release(), prepared.capture()),
 }
 
