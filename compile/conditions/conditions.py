@@ -108,7 +108,7 @@ class _Observer:
 
 
 def _is_numbered(kind: str, value: Any) -> bool:
-    """Whether an observation has numbers, which are known when all places are."""
+    """Whether an observation has numbers, which need all places of the tree."""
     return kind in (TYPE, IDENTITY) or (kind == VALUE and isinstance(value, type))
 
 

@@ -134,7 +134,7 @@ class _TraceConditions:
                 self._add_value(guard, kind, located)
 
     def _add_value(self, guard: GuardFact, kind: str, located: Located) -> None:
-        """What a guard says of a value, and of what its kind and Dynamo do not guard."""
+        """What a guard says of a value, and what Dynamo relies on without a guard."""
         value, argument = located.value, None
         if guard.kind == UNGUARDED and plain_text(value) is None:
             kind = TYPE  # what was read of it has guards
@@ -150,8 +150,8 @@ class _TraceConditions:
         self._add(located, kind, argument)
         if isinstance(value, EnumMeta) and package_of(value) not in VERSIONED:
             self._add(located, "members")
-        is_made = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
-        has_identity = kind in (TYPE, "length", "keys") or is_made
+        is_inner = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
+        has_identity = kind in (TYPE, "length", "keys") or is_inner
         if has_identity and not isinstance(value, _WITHOUT_IDENTITY):
             self._add(located, IDENTITY)
 
@@ -170,7 +170,7 @@ class _TraceConditions:
                     raise Undescribable(class_name(checked), "cannot be located") from error
 
     def _add_class(self, located: Located) -> None:
-        """Remember where the class of a value, or a value that is a class, can be found."""
+        """Remember a place of the class of a value, or of a value that is a class."""
         if not isinstance(located.value, type):
             located = located.then(type(located.value), ["type", None])
         self._classes.setdefault(located.value, located)
@@ -224,12 +224,13 @@ class _TraceConditions:
         for cls in self._all_classes():
             if (place := self._place_of_class(cls)) is None:
                 continue
-            self._add_calls(cls, *place)
+            root, steps = place
+            self._add_calls(cls, root, steps)
             if issubclass(cls, torch.nn.Module):
-                self._try(*place, "code", at=[["static", "__call__"]])
+                self._try(root, [*steps, ["static", "__call__"]], "code")
             if package_of(type(cls)) not in VERSIONED:
                 used = sorted(attributes & {*dir(type(cls))})
-                self._try(*place, "added", used, at=[["type", None]])
+                self._try(root, [*steps, ["type", None]], "added", used)
 
     def add_class_reads(self) -> None:
         """Conditions on attributes of classes that Dynamo reads without a guard."""
@@ -261,11 +262,11 @@ class _TraceConditions:
                 function = unwrapped(inspect.getattr_static(owner, name, None))
                 code = getattr(function, "__code__", None)
                 if code and _is_users(code):
-                    self._try(root, place, "calls", at=[["static", name]])
+                    self._try(root, [*place, ["static", name]], "calls")
                     self._try(root, steps, "calls")  # its argument is the class
 
     def _all_classes(self) -> dict[type, Located]:
-        """Classes that guards are on, and those of submodules, by where they are found."""
+        """Classes that guards are on and those of submodules, with their places."""
         for name, module in self.model.named_modules():
             steps: list[Step] = []
             for part in name.split(".") if name else ():
@@ -277,11 +278,12 @@ class _TraceConditions:
         """Conditions on the methods of a class that were inlined: which function each name is."""
         if (place := self._place_of_class(cls)) is None:
             return
+        root, steps = place
         for name in sorted({name for base in cls.__mro__ for name in vars(base)}):
             method = unwrapped(inspect.getattr_static(cls, name, None))
             for function, inside in _with_wrapped(method):
                 if function.__code__ in wanted:
-                    self._try(*place, "code", at=[["static", name], *inside])
+                    self._try(root, [*steps, ["static", name], *inside], "code")
                     yield function.__code__
 
     def _place_of_class(self, cls: type) -> tuple[str, Sequence[Step]] | None:
@@ -311,23 +313,15 @@ class _TraceConditions:
             located = module_place(module, path)
             for candidate, inside in _with_wrapped(unwrapped(located.value)) if located else ():
                 if located and code in with_nested(candidate.__code__):
-                    self._try(module, located.steps, "code", at=inside)
+                    self._try(module, [*located.steps, *inside], "code")
                     return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
 
-    def _try(
-        self,
-        root: str,
-        steps: Sequence[Step],
-        kind: str,
-        argument: Any = None,
-        *,
-        at: Sequence[Step] = (),
-    ) -> None:
-        """A condition on what is `at` these steps from a place, or an obstacle."""
+    def _try(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
+        """A condition, or an obstacle."""
         try:
-            self.tree.add(root, [*steps, *at], kind, argument)
+            self.tree.add(root, steps, kind, argument)
         except Undescribable as error:
             self.obstacles.append(str(error))
 
@@ -345,9 +339,9 @@ class _TraceConditions:
         objects = {id(each.value): each for each in self.locator.located.values()}
         for call in self.captured.inlined.results:
             arguments, named = call.arguments, call.named
-            given = [*(arguments or ()), *named.values()]
-            others = [each for each in given if not isinstance(each, _PLAIN)]
-            if others and all(id(each) in objects for each in others):
+            passed = [*(arguments or ()), *named.values()]
+            others = [value for value in passed if not isinstance(value, _PLAIN)]
+            if others and all(id(value) in objects for value in others):
                 continue
             located = _place_of_function(call.function) or objects.get(id(call.function))
             if arguments is None or others or located is None or located.root is None:

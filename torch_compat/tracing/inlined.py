@@ -209,13 +209,12 @@ def _note_module_access(
 
     Submodules are left out: they depend on what was imported.
     """
-    module: Any = variable.value
-    if sys.modules.get(module.__name__) is not module:
+    module, name = variable.value, variable.value.__name__
+    if module is not sys.modules.get(name):
         return
     is_read = access != "call_obj_hasattr" and hasattr(module, attribute)
     if not is_read and not isinstance(getattr(module, attribute, None), ModuleType):
-        expression = f"__import__({module.__name__!r})"
-        inlined.facts.add(GuardFact(expression, "HASATTR", attribute))
+        inlined.facts.add(GuardFact(f"__import__({name!r})", "HASATTR", attribute))
 
 
 def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
@@ -233,8 +232,8 @@ def _is_literal(value: Any) -> bool:
 def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
     """A function marked by `assume_constant_result`, which Dynamo calls."""
     if getattr(variable.fn, "_dynamo_marked_constant", False):
-        given = [*args, variable.obj] if hasattr(variable, "obj") else args
-        constants, named = _constants(given), _constants(kwargs.values())
+        positional = [*args, variable.obj] if hasattr(variable, "obj") else args
+        constants, named = _constants(positional), _constants(kwargs.values())
         arguments = None if named is None else constants
         by_name = dict(zip(kwargs, named or (), strict=False))
         inlined.results.append(FoldedCall(variable.fn, arguments, by_name, _traced_line()))
@@ -249,7 +248,7 @@ def _note_part(inlined: Inlined, variable: Any, tx: Any, name: str) -> None:
 
 def _note_wrapped(inlined: Inlined, builder: Any, value: Any) -> None:
     expression = str(builder.source.name)
-    if "SYNTHETIC_LOCAL" not in expression:  # which Dynamo has made
+    if "SYNTHETIC_LOCAL" not in expression:  # a variable of Dynamo's
         inlined.wrapped.add(expression)
 
 
