@@ -181,6 +181,7 @@ class CoreModel:
         environment.records.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
         environment.backend.synchronize()
         self.capturer.recapture(list(stale))
+        self.link()
         return tuple(stale)
 
     def seal(self) -> None:
@@ -205,6 +206,7 @@ class CoreModel:
         self.sealed = False
         for part in self.parts:
             part.released()
+        self.link()
 
     def close(self) -> None:
         """Free graphs, buffers, code and weights."""
@@ -276,6 +278,7 @@ class CoreModel:
         before = len(records.of(CaptureFailure))
         with records.events.span("capture", level=logging.INFO):
             self.capturer.startup(progress)
+        self.link()
         failures = records.of(CaptureFailure)[before:]
         present = self.graphs.recordings()
         if failures and not present:

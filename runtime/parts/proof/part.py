@@ -460,6 +460,7 @@ class ProofPart(Part):
         self._core.environment.backend.synchronize()
         self._steps.forget_results()
         self._core.capturer.take_out(graphs)
+        self._core.link()
         return cause
 
     def _saved(self, step: _Step) -> Path | None:

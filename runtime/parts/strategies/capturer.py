@@ -26,8 +26,7 @@ class StrategyCapturer:
     """The captures of one prepared model. `active` says whether steps may capture.
 
     A step need not call `before_step` for a decision in `idle_steps`, see `CaptureQueue`. `counts`
-    gives how many steps of 0, 1, … tokens were run so far, up to a size. `active_changed` is called
-    when `active` has changed.
+    gives how many steps of 0, 1, … tokens were run so far, up to a size.
     """
 
     queue: CaptureQueue
@@ -41,7 +40,6 @@ class StrategyCapturer:
         captures: Captures,
         dispatcher: Dispatcher,
         counts: Callable[[int], Sequence[int]] = lambda largest: (),
-        active_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.active = False
         self.is_eager = isinstance(strategy, Eager)
@@ -50,7 +48,6 @@ class StrategyCapturer:
         self._captures = captures
         self._dispatcher = dispatcher
         self._counts = counts
-        self._active_changed = active_changed
         self._records = captures.records
         self._probes: Iterator[float] | None = None
         """The forecast in progress, on which a startup set waits while the model serves."""
@@ -137,7 +134,7 @@ class StrategyCapturer:
         modes = self.memory.by_mode
         self._start_over()
         self.memory.by_mode = dict.fromkeys(modes, 0)
-        self._set_active(False)
+        self.active = False
 
     def take_out(self, indices: Collection[int]) -> None:
         """Free graphs that are never captured again."""
@@ -240,11 +237,6 @@ class StrategyCapturer:
         """Steps capture as long as something can still be captured."""
         was_active = self.active
         catching_up = self._probes is not None or self.queue.adding
-        self._set_active(catching_up or (not self.is_eager and not self.queue.complete))
+        self.active = catching_up or (not self.is_eager and not self.queue.complete)
         if was_active and not self.active:
             self._records.events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
-
-    def _set_active(self, active: bool) -> None:
-        if active != self.active:
-            self.active = active
-            self._active_changed()

@@ -35,7 +35,6 @@ class StrategiesPart(Part):
     capturer: StrategyCapturer
 
     def __init__(self, core: CoreModel) -> None:
-        self.between_steps = False
         self._core = core
         self._ledger: MemoryLedger | None = None
 
@@ -46,7 +45,9 @@ class StrategiesPart(Part):
         `bundle="serve"` it also switches to compiled code that is ready.
         """
         self._core.between_steps()
-        return self.capturer.idle(budget_ms)
+        captured = self.capturer.idle(budget_ms)
+        self._core.link()
+        return captured
 
     def memory_plan(
         self, utilization: float = 0.9, metadata_for: MetadataFor | None = None
@@ -82,10 +83,13 @@ class StrategiesPart(Part):
             captures,
             steps.dispatcher,
             steps.usage.counts,
-            self._link,
         )
-        self.between_steps = False
         return self.capturer
+
+    @property
+    def between_steps(self) -> bool:  # type: ignore[override]
+        """Whether steps may capture."""
+        return self.capturer.active
 
     def decided(
         self,
@@ -101,8 +105,10 @@ class StrategiesPart(Part):
             idle.steps += 1
             return False
         changed = capturer.before_step(batch, decision, allowed_modes, excluded_modes)
-        if not capturer.active and not capturer.is_eager:
-            self._core.seal()  # all is captured
+        if not capturer.active:
+            self._core.link()
+            if not capturer.is_eager:
+                self._core.seal()  # all is captured
         return changed
 
     def replaced(self, code: ModelCode) -> None:
@@ -124,7 +130,3 @@ class StrategiesPart(Part):
             events = environment.records.events
             events.emit("memory.unknown_step", level=logging.WARNING, reason=reason)
             return 0
-
-    def _link(self) -> None:
-        self.between_steps = self.capturer.active
-        self._core.link()

@@ -86,7 +86,7 @@ def one_cannot_probe(ranks: Ranks, odd: bool) -> list[str]:
     capturer, captured = capturer_of(
         ranks, failing={3} if odd else set(), eager=True, steps={"memory_limit": 5000}
     )
-    graphs, tried = capturer.captures.graphs, list[str]()
+    graphs, tried = capturer.captures.captures.graphs, list[str]()
     original = graphs.record
 
     def record_and_note(graph_index: int, session: CaptureSession) -> Recording:
