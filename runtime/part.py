@@ -157,7 +157,6 @@ class Parts:
         """Use `parts`. `names` are those of all parts, with the ones that are switched off."""
         self._parts = tuple(parts)
         self._names = names
-        self.link()
 
     def link(self) -> None:
         """Collect what is called between steps now."""
@@ -224,15 +223,22 @@ class Parts:
 
 
 class SwitchedOff:
-    """Stands for a part that `PIECEGRAPH_OFF` turns off: every call does nothing."""
+    """Stands for a part that is switched off or not used, and for what it would give: it is false,
+    and every call does nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> SwitchedOff:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __bool__(self) -> bool:
+        return False
 
     def __repr__(self) -> str:
         return f"<part {self._name}: switched off>"

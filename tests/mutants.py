@@ -30,8 +30,9 @@ GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
 PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
-CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
-LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
+CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
+LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
+PART = f"{CHECKS}/part.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
@@ -77,7 +78,7 @@ MUTANTS = [
      "tests/compile/test_split_guards.py -k knows"),
     ("compile/plan/split_model.py", "min(first, low), max(last, high)", "low, high",
      "tests/compile/test_split_guards.py -k equal_pieces"),
-    (SERVICE, "self.stop()\n        self.release()", "self.stop()",
+    (MODEL, "sealed = self.sealed\n        self.release()", "sealed = self.sealed",
      f"{LIVE}/test_verification.py -k serves_until"),
     (SERVICE, "        self._must_not_be_forced(difference)\n", "",
      f"{LIVE}/test_verification.py -k forced_raises"),
@@ -124,19 +125,19 @@ MUTANTS = [
     (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
      "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
      f"{RECORDER} -k not_replayed"),
-    (STEPS, "                graph.addresses.check_step()\n", "",
+    (PART, "[*checks, Check(name, relied.addresses.check_step, IN_TURN)]", "checks",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
-    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        if metadata_for",
-     "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
-    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        self.events",
-     "self.events", LOOP),  # 19
-    (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
-    (MODEL, "self._steps.close()", "pass", f"{RESULTS} -k close"),
-    (MODEL, "        self.backend.synchronize()\n        self.parts.strategies.capturer.re",
-     "        self.parts.strategies.capturer.re", f"{WEIGHTS} -k idle_before"),
-    (SERVICE, "        self._backend.synchronize()\n        self._steps.forget",
-     "        self._steps.forget", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "            self.bind()\n        if metadata_for",
+     "            pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
+    (MODEL, "self.bind()\n        environment",
+     "environment", LOOP),  # 19
+    (PART, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
+    (MODEL, "self.steps.close()", "pass", f"{RESULTS} -k close"),
+    (MODEL, "        environment.backend.synchronize()\n        self.capturer.re",
+     "        self.capturer.re", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "        self.environment.backend.synchronize()\n        self.steps.forget",
+     "        self.steps.forget", f"{WEIGHTS} -k idle_before"),
     (STEPS, "if stated is not None and stated != num_tokens:", "if False:",
      f"{RESULTS} -k states_other"),
     (STEPS, "if graph is None and decision.graph_index != NO_GRAPH:", "if False:",
@@ -146,7 +147,7 @@ MUTANTS = [
     (STEPS, "            self.running = True\n            context.metadata",
      "            context.metadata",
      f"{FAILURES} -k middle"),
-    (STEPS, "code.memory_check is not None", "False", SHARED),
+    (PART, "if self._memory is not None:", "if False:", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
@@ -184,7 +185,7 @@ MUTANTS = [
      f"{LIFETIMES} -k failure_17"),  # 16, 17
     ("runtime/setup/policy.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
-    (CAPTURER, "(not self._eager and not self.queue.complete)", "not self.queue.complete",
+    (CAPTURER, "(not self.is_eager and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
     (f"{STRATEGY}/wanted.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        if",

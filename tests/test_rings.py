@@ -24,30 +24,31 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "observers": Ring(52, 99, "events runtime.core.records runtime.core.report runtime.core.usage"),
-    "log": Ring(8, 16, "runtime.parts.log"),
-    "conditions": Ring(
-        21, 52, "compile.conditions cache.keys.encoder cache.keys.code torch_compat.tracing.inlined"
-    ),
-    "step checks": Ring(12, 22, "runtime.parts.checks"),
-    "ranks": Ring(12, 16, "runtime.parts.ranks"),
-    "guards": Ring(15, 33, "compile.guards"),
+    "observers": Ring(55, 93, "events runtime.core.records runtime.core.report runtime.core.usage"),
+    "log": Ring(1, 3, "runtime.parts.log"),
+    "conditions": Ring(21, 52, "compile.conditions torch_compat.tracing.inlined"),
+    "step checks": Ring(1, 1, "runtime.parts.checks"),
+    "ranks": Ring(1, 2, "runtime.parts.ranks"),
+    "guards": Ring(17, 33, "compile.guards"),
     "untraced": Ring(
         9, 11, "compile.eager_model compile.trace.inline_regions torch_compat.compiling.regions"
     ),
-    "regions": Ring(2, 2, "runtime.parts.regions"),
-    "proof": Ring(3, 6, "runtime.parts.proof"),
+    "regions": Ring(1, 1, "runtime.parts.regions"),
+    "proof": Ring(1, 3, "runtime.parts.proof"),
     "workers": Ring(
-        3, 20, "compile.backends.schedule compile.backends.worker compile.backends.workers"
+        5,
+        18,
+        "compile.backends.in_workers compile.backends.schedule compile.backends.worker "
+        "compile.backends.workers",
     ),
-    "strategies and memory": Ring(6, 15, "runtime.parts.strategies"),
-    "shared cache": Ring(12, 50, "cache.layers cache.lease cache.remote cache.signing"),
-    "emulation": Ring(7, 13, "runtime.backends.replay"),
-    "service": Ring(2, 7, "runtime.parts.starts"),
-    "seal": Ring(11, 12, "runtime.parts.seal"),
+    "strategies and memory": Ring(1, 2, "runtime.parts.strategies"),
+    "shared cache": Ring(12, 49, "cache.layers cache.lease cache.remote cache.signing"),
+    "emulation": Ring(3, 7, "runtime.backends.replay"),
+    "service": Ring(1, 4, "runtime.parts.starts"),
+    "seal": Ring(1, 1, "runtime.parts.seal"),
     "buckets": Ring(3, 9, "dispatch.buckets"),
 }
-"""Once the core knows no part, one file imports from each `runtime.parts` folder: assemble.py."""
+"""One file imports from each `runtime.parts` folder: assemble.py."""
 
 
 def within(module: str, prefixes: list[str]) -> bool:

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
+from .. import StepObserver
 from ..dispatch import Batch, BatchDescriptor, Decision, Reason, RuntimeMode
 from ..errors import InvalidSetting
 from ..runtime.core.step_file import SCHEMA, write_steps
-from ..runtime.parts.log.step_log import StepObserver
 from ..runtime.prepared_model import PreparedModel
 from ..torch_compat.basics.tensors import tree_map_only
 from .report.output import Output

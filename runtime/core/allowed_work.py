@@ -1,12 +1,24 @@
-"""Marks compiling and capturing that is expected, also after `seal()`."""
+"""Work that must not happen after `seal()`, and the mark of what may."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import StrEnum
 
 _ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
+
+
+class WorkKind(StrEnum):
+    """Work that must not happen after `seal()`."""
+
+    TRACE = "Dynamo trace"
+    RECOMPILE = "Dynamo recompile"
+    INDUCTOR = "Inductor compile"
+    AUTOTUNING = "autotuning"
+    TRITON = "Triton compile"
+    CAPTURE = "unplanned capture"
 
 
 @contextmanager

@@ -42,6 +42,7 @@ LIBRARY_REPORT = {
     "cache": {
         "hit": False,
         "reason": "no entry",
+        "detail": None,
         "entries": 4,
         "bytes": 40_000,
         "verified": "the model was traced by this start",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.compile.plan.step_names import call_names, piece_names
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.parts.log.profiler_ranges import call_names, piece_names
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
 

@@ -127,13 +127,18 @@ class Verifier:
             )
 
 
+def _changed_slots(elements: torch.Tensor) -> torch.Tensor:
+    """Which cache slots have a changed element; keys and values may differ in shape."""
+    return elements.flatten(0, 1).flatten(1).any(dim=1)
+
+
 def _stray_write(before: Mapping[str, SavedMemory], metadata: AttentionMetadata) -> str | None:
     """The first cache slot that changed though the step does not own it, in words."""
     own = metadata.unpadded().slot_mapping
     for name, saved in before.items():
         keys, values = saved.changed(saved.now())
         block_size = keys.shape[1]
-        changed = (keys | values).flatten(0, 1).flatten(1).any(dim=1)
+        changed = _changed_slots(keys) | _changed_slots(values)
         changed[own] = False
         changed[DUMP_BLOCK * block_size : (DUMP_BLOCK + 1) * block_size] = False
         if changed.any():

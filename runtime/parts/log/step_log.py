@@ -61,6 +61,8 @@ class LoggedStep:
 class StepLog(StepObserver):
     """The last `keep` steps, and a histogram of the durations of all steps by runtime mode."""
 
+    bounds = BOUNDS
+
     def __init__(self, dispatcher: Dispatcher, keep: int) -> None:
         self.steps: deque[LoggedStep] = deque(maxlen=keep)
         self.counts = {mode.name: [0] * (len(BOUNDS) + 1) for mode in RuntimeMode}

@@ -15,7 +15,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,26 +24,14 @@ from ....errors import WorkAfterSeal
 from ....torch_compat.basics.devices import graph_classes
 from ....torch_compat.basics.structured_trace import TRACE_LOGGER
 from ...backends.protocol import GraphBackend
-from ...core.allowed_work import is_compilation_allowed
+from ...core.allowed_work import WorkKind, is_compilation_allowed
 from ...core.records import Records
 from ...forward_context import CURRENT, ForwardContext
 
-
-class Kind(StrEnum):
-    """Work that must not happen after `seal()`."""
-
-    TRACE = "Dynamo trace"
-    RECOMPILE = "Dynamo recompile"
-    INDUCTOR = "Inductor compile"
-    AUTOTUNING = "autotuning"
-    TRITON = "Triton compile"
-    CAPTURE = "unplanned capture"
-
-
 _SPANS = {
-    "inductor_compile": Kind.INDUCTOR,
-    "CachingAutotuner.benchmark_all_configs": Kind.AUTOTUNING,
-    "CachingAutotuner.coordinate_descent_tuning": Kind.AUTOTUNING,
+    "inductor_compile": WorkKind.INDUCTOR,
+    "CachingAutotuner.benchmark_all_configs": WorkKind.AUTOTUNING,
+    "CachingAutotuner.coordinate_descent_tuning": WorkKind.AUTOTUNING,
 }
 """Spans of torch's trace by name; those that end in `_template_autotuning` are autotuning too."""
 
@@ -100,16 +87,16 @@ class Monitor:
 
     def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
         if not cache_hit:
-            self._saw(Kind.TRITON, f"kernel {src.name}")
+            self._saw(WorkKind.TRITON, f"kernel {src.name}")
 
     def _saw_graph(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self._saw(Kind.CAPTURE, name)
+        self._saw(WorkKind.CAPTURE, name)
 
     def _saw_begin(self, backend: GraphBackend, *args: Any) -> None:
         if backend is self._backend:
-            self._saw(Kind.CAPTURE, f"a graph on backend {backend.name}")
+            self._saw(WorkKind.CAPTURE, f"a graph on backend {backend.name}")
 
-    def _saw(self, kind: Kind, detail: str) -> None:
+    def _saw(self, kind: WorkKind, detail: str) -> None:
         in_step = CURRENT.get() is self._context
         if is_compilation_allowed() or not (in_step or threading.get_ident() == self._thread):
             return
@@ -119,7 +106,7 @@ class Monitor:
         shape = _shape(self._context) if in_step else "no step"
         facts = {"kind": kind.value, "detail": detail, "shape": shape, "stack": _callers()}
         self._records.events.emit("after_seal", level=logging.WARNING, **facts)
-        ours = in_step or kind is Kind.CAPTURE
+        ours = in_step or kind is WorkKind.CAPTURE
         if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"
             raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
@@ -130,7 +117,7 @@ class _TraceHandler(logging.Handler):
 
     root_dir = None  # as in torch's own handlers: nothing is written
 
-    def __init__(self, saw: Callable[[Kind, str], None]) -> None:
+    def __init__(self, saw: Callable[[WorkKind, str], None]) -> None:
         super().__init__()
         self._saw = saw
 
@@ -139,13 +126,13 @@ class _TraceHandler(logging.Handler):
         metadata: dict[str, Any] = getattr(record, "metadata", {})
         if "dynamo_start" in metadata:
             again = metadata.get("frame_compile_id", 0) > 0
-            kind = Kind.RECOMPILE if again else Kind.TRACE
+            kind = WorkKind.RECOMPILE if again else WorkKind.TRACE
             self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
         elif "chromium_event" in metadata:
             event = json.loads(record.payload)  # type: ignore[attr-defined]
             work = _SPANS.get(event["name"])
             if event["name"].endswith("_template_autotuning"):
-                work = Kind.AUTOTUNING
+                work = WorkKind.AUTOTUNING
             if work and event["ph"] == "B":
                 self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
         return True
