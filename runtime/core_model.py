@@ -28,7 +28,7 @@ from .core.code import ModelCode
 from .core.environment import Environment
 from .core.records import CaptureFailure, MemoryUse
 from .core.static_inputs import StaticInputs, allocate_inputs, split_buffers
-from .core.steps import Steps, nothing
+from .core.steps import StepRunner, nothing
 from .core.usage import Usage
 from .forward_context import ForwardContext
 from .part import CaptureSet, Parts
@@ -62,7 +62,7 @@ class CoreModel:
         self.request = request
         self.resolved = policy.resolved
         self.parts = Parts()
-        self.steps = Steps(
+        self.steps = StepRunner(
             context,
             Usage(policy.dispatcher.plan),
             environment.config.max_num_reqs,

@@ -11,7 +11,7 @@ import torch
 from ..compile.plan.compiled_model import CompiledModel
 from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode, RuntimeMode
 from ..errors import CaptureAfterSeal
-from .backends.protocol import Event
+from .backends.protocol import DeviceEvent
 from .capture.capture_all import Progress
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
@@ -108,7 +108,7 @@ class PreparedModel:
         rows = self._core.parts.checks_of(graph)
         return [{"name": c.name, "owner": part.name, "often": c.often} for part, c in rows]
 
-    def reads_done(self) -> Event:
+    def reads_done(self) -> DeviceEvent:
         """The point at which the steps so far have read all that they read.
 
         After `synchronize()` of it on the host, or `wait()` for a stream that writes, everything
@@ -117,7 +117,7 @@ class PreparedModel:
         """
         return self.backend.event()
 
-    def copies_done(self) -> Event:
+    def copies_done(self) -> DeviceEvent:
         """The point at which the last step has copied its inputs, before the rest of its work.
 
         After it inputs that are not in `reads_in_place` may be rewritten, and what was queued

@@ -75,7 +75,7 @@ class Graph(Protocol):
 
     @property
     def topology(self) -> str:
-        """Equal for graphs of which one executable can become the other; empty if not known."""
+        """Equal if `cudaGraphExecUpdate` can turn one executable into the other; empty if unknown."""
 
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""
@@ -94,7 +94,7 @@ class Capture(Protocol):
         """Drop the capture after an error; does not raise for a capture that is already invalid."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -213,5 +213,5 @@ class GraphBackend(Protocol):
     def wait(self) -> None:
         """Wait for the work of the current stream."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """The end of the work that was queued so far."""

@@ -56,9 +56,9 @@ class Recording:
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
     `metadata` is what it was captured with, until it is in use; `notes` are what Python read of it
-    and of the step, see `recorder.Notes`. `bytes` is by how much the memory
-    grew that is taken on the device, `allocated` the part of torch's allocator: the driver takes
-    memory for executable graphs.
+    and of the step, see `recorder.Notes`. `bytes` is the growth of device
+    memory, `allocated` the part of it in torch's allocator: the driver takes memory for executable
+    graphs.
     """
 
     __slots__ = (

@@ -27,7 +27,7 @@ from ...errors import (
     StepInProgress,
 )
 from ...torch_compat.basics.tensors import is_grad_enabled, set_grad_enabled, tree_map_only
-from ..backends.protocol import Event, GraphBackend, Replay
+from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
 from .binding import Bind, binder, packer
 from .check import CheckStep
@@ -56,7 +56,7 @@ class BetweenSteps(Protocol):
     def decided(self) -> tuple[Callable[..., bool], ...]: ...
 
 
-class Steps:
+class StepRunner:
     """Dispatches and runs the steps of one prepared model. `use` says what they run."""
 
     code: ModelCode
@@ -78,7 +78,7 @@ class Steps:
         self._parts = parts
         self._max_num_reqs = max_num_reqs
         self._event = backend.event
-        self._copied: Event | None = None
+        self._copied: DeviceEvent | None = None
         """Of the last step, once an engine has asked for it: an event costs a step time."""
         self._poison_result = backend.poison_result
         self._last_graph: StepGraph | None = None
@@ -197,7 +197,7 @@ class Steps:
             each.label for each in inputs if without_graph or each.written or each.label in owned
         )
 
-    def copied(self) -> Event:
+    def copied(self) -> DeviceEvent:
         """See `PreparedModel.copies_done`."""
         if self._copied is None:
             self._copied = self._event()

@@ -37,7 +37,7 @@ STEPS_PER_EXCHANGE = 16
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 
 
-class Stopped(BaseException):
+class WorkEnded(BaseException):
     """Ends the work at a checkpoint. No handler of `Exception` on the way may keep it."""
 
 
@@ -126,7 +126,7 @@ class TracingThread:
     def checkpoint(self) -> None:
         """End the work here if it was stopped."""
         if self.stopped:
-            raise Stopped
+            raise WorkEnded
 
     def _end(self) -> None:
         self.stop()
@@ -148,7 +148,7 @@ class TracingThread:
         for device, dtype in self._autocast_dtypes.items():
             torch.set_autocast_dtype(device, dtype)
         with (
-            suppress(Stopped),
+            suppress(WorkEnded),
             self._alone(),
             self._after_imports(),
             torch.inference_mode(self._inference),
