@@ -75,7 +75,7 @@ class Graph(Protocol):
 
     @property
     def topology(self) -> str:
-        """Equal if `cudaGraphExecUpdate` can turn one executable into the other; empty if unknown."""
+        """Equal if `cudaGraphExecUpdate` can turn one graph into the other; empty if unknown."""
 
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
@@ -29,31 +28,8 @@ from .policy import Policy, dispatch_plan
 NO_PADDING = PaddingLimit(tokens=0)
 
 
-class FindMixedRows(Protocol):
-    """Finds the pieces in which padding of a size reaches real rows."""
-
-    def __call__(
-        self,
-        compiled: CompiledModel,
-        device: torch.device,
-        *,
-        size: str = TOKENS,
-        sentinels: Mapping[str, float] = {},
-        forward: Callable[..., Any] | None = None,
-    ) -> Sequence[MixedRows]: ...
-
-
-class MixedRows(Protocol):
-    """Piece `piece` gives `result` other real rows when its inputs are padded in `size`."""
-
-    @property
-    def piece(self) -> int: ...
-    @property
-    def result(self) -> str: ...
-    @property
-    def where(self) -> str | None: ...
-    @property
-    def size(self) -> str: ...
+FindMixedRows = Callable[..., Iterable[RowsMixed]]
+"""`parts.proof.row_mixing.find_mixed_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +82,7 @@ class ModelPolicy:
                 )
             ]
         for mixed in pieces:
-            self.records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
+            self.records.add(mixed)
         return bool(pieces)
 
 

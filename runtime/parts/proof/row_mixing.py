@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from ....torch_compat.basics.tensors import FakeTensorMode, tree_map_only, witho
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
 from ...capture.breaks import WITHOUT_BREAKS
 from ...core.preserved import preserve
+from ...core.records import RowsMixed
 
 Shape = tuple[int, ...]
 
@@ -49,17 +49,6 @@ _MIXING = re.compile(
 _ANY = re.compile("")
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRows:
-    """Piece `piece` gives `result` other real rows when its inputs are padded."""
-
-    piece: int
-    result: str
-    where: str | None
-    size: str = TOKENS
-    """The size whose padding does."""
-
-
 def find_mixed_rows(
     compiled: CompiledModel,
     device: torch.device,
@@ -67,7 +56,7 @@ def find_mixed_rows(
     size: str = TOKENS,
     sentinels: Mapping[str, float] = {},
     forward: Callable[..., Any] | None = None,
-) -> list[MixedRows]:
+) -> list[RowsMixed]:
     """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
     because an op in it needs a step, is left out.
 
@@ -94,7 +83,7 @@ def find_mixed_rows(
             text = plan.pieces[index].text
             where = op_line(text, _MIXING) or op_line(text, _ANY)
             where = untraced.mixes_at if untraced else where
-            mixed.append(MixedRows(index, result, where, size))
+            mixed.append(RowsMixed(index, result, where, size))
     return mixed
 
 
