@@ -49,7 +49,11 @@ from .prepared_model import PreparedModel
 from .setup.model_policy import FindMixedRows
 from .setup.open_cache import cache_root
 from .setup.policy import Policy
-from .setup.switches import PARTS
+
+PARTS: tuple[type[Part], ...] = (
+    ProofPart, StartsPart, RanksPart, RegionsPart, StrategiesPart, LogPart, ChecksPart, SealPart,
+)  # fmt: skip
+"""All parts in their order. `PIECEGRAPH_OFF=<part>` turns one off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ parts of one model as `Parts`, and what a step calls as flat tuples of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
@@ -45,6 +45,9 @@ class Part:
 
     name: ClassVar[str]
     """Its switch, and its name in `prepared.parts`."""
+
+    offers: ClassVar[Mapping[str, str]] = {}
+    """What it offers as attributes of the prepared model: their names there, and its own."""
 
     between_steps: bool = True
     """Whether `before_step` and `decided` need to be called now. After a change `Parts.link`."""
@@ -140,7 +143,7 @@ class Parts:
         self.before_step: tuple[Callable[[Batch | None], None], ...] = ()
         self.decided: tuple[Callable[..., bool], ...] = ()
         self._parts: tuple[Part, ...] = ()
-        self._names: Collection[str] = ()
+        self._kinds: Mapping[str, type[Part]] = {}
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self._parts)
@@ -149,14 +152,25 @@ class Parts:
         for part in self._parts:
             if part.name == name:
                 return part
-        if name in self._names:
+        if name in self._kinds:
             return SwitchedOff(name)
-        raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self._names)}")
+        raise AttributeError(f"there is no part {name!r}; the parts are {', '.join(self._kinds)}")
 
-    def set(self, parts: Sequence[Part], names: Collection[str]) -> None:
-        """Use `parts`. `names` are those of all parts, with the ones that are switched off."""
+    def set(self, parts: Sequence[Part], kinds: Sequence[type[Part]]) -> None:
+        """Use `parts`. `kinds` are the classes of all parts, with those that are switched off."""
         self._parts = tuple(parts)
-        self._names = names
+        self._kinds = {kind.name: kind for kind in kinds}
+
+    def offered(self) -> list[str]:
+        """What parts offer as attributes of the prepared model."""
+        return [name for kind in self._kinds.values() for name in kind.offers]
+
+    def offer(self, name: str) -> Any:
+        """An attribute of the prepared model that a part offers."""
+        for kind in self._kinds.values():
+            if name in kind.offers:
+                return getattr(getattr(self, kind.name), kind.offers[name])
+        raise AttributeError(f"a prepared model has no {name!r}, and no part offers it")
 
     def link(self) -> None:
         """Collect what is called between steps now."""

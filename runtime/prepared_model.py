@@ -32,8 +32,8 @@ class PreparedModel:
         decision = prepared.dispatch(Batch(num_tokens=3, num_reqs=3, query_len=1))
         hidden = prepared.run(decision, input_ids, positions)
 
-    What operators and tools need is in the parts, such as `prepared.parts.log.last_steps()`; see
-    `assemble`.
+    What operators and tools need is in the parts, such as `prepared.parts.log.last_steps()`. What a
+    part offers is an attribute here, too: `prepared.wait_until_verified()`. See `assemble`.
     """
 
     def __init__(self, core: CoreModel) -> None:
@@ -102,7 +102,7 @@ class PreparedModel:
         the forms and sizes of their inputs are compared with the plan.
 
             for check in prepared.checks(decision):
-                print(check["name"], check["owner"], check["often"])
+                print(check["name"], check["owner"])
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
         rows = self._core.parts.checks_of(graph)
@@ -172,9 +172,8 @@ class PreparedModel:
         items = [item for task in tasks for item in task.items()]
         if not core.is_provisional:
             captures = capture_items(core.capturer.wanted_at_startup(), self.dispatcher.plan)
-            items = [
-                *range_items(self.compiled.plan.symbols, core.dummies.run), *captures, *items,
-            ]  # fmt: skip
+            ranges = range_items(self.compiled.plan.symbols, core.dummies.run)
+            items = [*ranges, *captures, *items]
         run_warmup(items, self.capture, skip, self.records, self.backend.memory, show)
 
     def seal(self) -> None:
@@ -227,6 +226,15 @@ class PreparedModel:
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
         return self._core.graphs.recordings()
+
+    def __getattr__(self, name: str) -> Any:
+        """What a part offers; it does nothing where the part is switched off or not used."""
+        if name.startswith("_") or name == "parts":
+            raise AttributeError(name)
+        return self.parts.offer(name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.parts.offered()]
 
     @property
     def resolved(self) -> ResolvedMode:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class ChecksPart(Part):
     """The checks of the code in service and of its graphs."""
 
     name = "checks"
+    offers: ClassVar = {"accept_changes": "accept_changes"}
 
     def __init__(self, core: CoreModel) -> None:
         self.addresses = Addresses(core.environment.backend.address)

@@ -8,7 +8,7 @@ the error that it raised. Cost: none without observers (`bench step --parts`); t
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 from ....dispatch import Batch, Decision, RuntimeMode
 from ...capture.installed_graph import InstalledGraph
@@ -23,6 +23,14 @@ class LogPart(Part):
     """Tells observers of the steps of one model."""
 
     name = "log"
+    offers: ClassVar = {
+        "observe": "observe",
+        "unobserve": "unobserve",
+        "keep_steps": "keep",
+        "last_steps": "last_steps",
+        "step_log": "step_log",
+        "profiler_ranges": "profiler_ranges",
+    }
 
     def __init__(self, core: CoreModel) -> None:
         self.between_steps = False

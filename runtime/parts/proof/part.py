@@ -23,7 +23,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,7 @@ class ProofPart(Part):
     """
 
     name = "proof"
+    offers: ClassVar = {"shadow_idle": "idle", "prove_with": "prove_with"}
 
     def __init__(
         self, core: CoreModel, settings: Shadow, uncompiled: Run, folder: Path | None

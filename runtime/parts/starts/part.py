@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from ....compile.ir.compilation import CompileRequest
 from ....compile.pipeline import without_bundle
@@ -45,6 +45,10 @@ class StartsPart(Part):
     """
 
     name = "starts"
+    offers: ClassVar = {
+        "wait_until_compiled": "wait_until_compiled",
+        "wait_until_verified": "wait_until_verified",
+    }
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +31,7 @@ class StrategiesPart(Part):
     """The captures and the device memory of one model."""
 
     name = "strategies"
+    offers: ClassVar = {"memory_plan": "memory_plan", "capture_idle": "idle", "ledger": "ledger"}
 
     capturer: StrategyCapturer
 
