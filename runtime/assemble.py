@@ -51,7 +51,7 @@ from .setup.open_cache import cache_root
 from .setup.policy import Policy
 
 PARTS: tuple[type[Part], ...] = (
-    ProofPart, StartsPart, RanksPart, RegionsPart, StrategiesPart, LogPart, ChecksPart, SealPart,
+    ProofPart, RanksPart, StartsPart, RegionsPart, StrategiesPart, LogPart, ChecksPart, SealPart,
 )  # fmt: skip
 """All parts in their order. `PIECEGRAPH_OFF=<part>` turns one off."""
 
@@ -109,10 +109,10 @@ def parts_of(core: CoreModel, beginning: Beginning) -> Iterator[Part]:
         if beginning.ranks is not None:
             proof.stop(Stopped.RANKS)
         yield proof
-    if beginning.policy_of is not None:
-        yield StartsPart(core, beginning.policy_of, beginning.beside)
     if beginning.ranks is not None:
         yield RanksPart(core, beginning.ranks)
+    if beginning.policy_of is not None:
+        yield StartsPart(core, beginning.policy_of, beginning.beside)
     yield RegionsPart(core)
     yield StrategiesPart(core)
     yield LogPart(core)

@@ -27,8 +27,8 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 
 PARTS: Mapping[str, str] = {
     "proof": "no step is proved, and padding is trusted",
-    "starts": "a start loads or compiles; nothing is verified, and nothing serves meanwhile",
     "ranks": "each rank runs as a single process",
+    "starts": "a start loads or compiles; nothing is verified, and nothing serves meanwhile",
     "regions": "regions that a model compiles itself are not counted and not stored",
     "strategies": "all graphs are captured at startup, without a memory limit",
     "log": "no step is logged, and no observer is told",

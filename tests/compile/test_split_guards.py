@@ -110,7 +110,7 @@ def test_pieces_are_compiled_without_what_one_trace_knows_of_its_sizes(tmp_path,
         known.extend(fact for fact in (size > 64, size > 8, size < 65) if statically_true(fact))
         return starts.compile_text(graph, inputs, options)
 
-    compiler = Compiler("text", compile_piece, starts.load_texts)
+    compiler = Compiler("text", compile_piece, starts.load_texts, version="1")
     monkeypatch.setattr(starts, "TEXT", compiler)
     start(Tiled(), tmp_path, monkeypatch)
     assert known == []

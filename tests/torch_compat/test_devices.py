@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.cache.keys.encoder import Undescribable
 from piecegraph.compile.bundle.key_factors import device_factors
+from piecegraph.compile.conditions.values import Undescribable
 from piecegraph.runtime.capture.dummy_batch import preserve_rng_state
 from piecegraph.torch_compat.basics.devices import (
     autocast_devices,

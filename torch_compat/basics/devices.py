@@ -9,10 +9,10 @@ import torch
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Name and capability of an accelerator. Raises LookupError where torch states neither."""
-    module = torch.get_device_module(device)
     try:
+        module = torch.get_device_module(device)
         name, capability = module.get_device_name, module.get_device_capability
-    except AttributeError as error:
+    except (AttributeError, RuntimeError) as error:  # no such function, or no module at all
         raise LookupError(f"torch.{device.type} states no name or no capability") from error
     return {"name": name(device), "capability": capability(device)}
 
