@@ -45,8 +45,9 @@ class ModelCode:
 
     def link(self, hooks: LinkHooks | None) -> None:
         """Run each piece and each splitting op through what `hooks` give for a plan."""
-        self._hooks = hooks
-        self.bind(self.compiled)
+        if hooks is not self._hooks:
+            self._hooks = hooks
+            self.bind(self.compiled)
 
     @property
     def owned_inputs(self) -> frozenset[str]:
