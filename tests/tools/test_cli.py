@@ -156,9 +156,9 @@ def test_what_is_not_chosen_is_left_to_the_library(library):
 
 
 def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
-    from piecegraph.tools.engine.engine import Engine
+    from piecegraph.tools.engine.engine import ReferenceEngine
 
-    monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+    monkeypatch.setattr(ReferenceEngine, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(QUICK)
     assert library[0].calls[-1] == "close"
