@@ -114,11 +114,6 @@ class Steps(Settings):
     """The most memory for graphs: an integer is bytes, a float is a fraction of the device memory
     that is free at planning. Graphs that would exceed it are not captured."""
 
-    def padding_of(self, name: str) -> tuple[Padding, int | float]:
-        """The padding policy of an input, and the number that SENTINEL writes."""
-        policy = self.padding.get(name, Padding.ZERO)
-        return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
-
 
 class Shadow(Settings):
     """Steps are proved while the model serves: some run again uncompiled, and are compared."""

@@ -364,6 +364,11 @@ class UnknownCompiler(CompileError):
     todo = "Known compilers: {known}."
 
 
+class CompilerUnversioned(CompileError):
+    what = "compiler {name!r}, an entry point of {group}, stores code and states no version"
+    todo = "Set Compiler(version=...) to what changes with the code that it generates."
+
+
 class ModelMismatch(CompileError):
     what = "the model does not match the plan: {reason}"
     todo = "Use the model that the plan was made for, or prepare this one again."

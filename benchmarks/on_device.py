@@ -174,7 +174,7 @@ def graph_bytes(scale: Scale) -> dict[str, Any]:
 def plan_and_largest_step(scale: Scale) -> dict[str, Any]:
     """Follow `memory_plan(0.9)`: a KV cache of its size, all captures, the largest step."""
     model = prepared(scale)
-    plan = model.memory_plan(0.9, no_metadata)
+    plan = model.parts.strategies.memory_plan(0.9, no_metadata)
     cache = torch.empty(plan.kv_cache, dtype=torch.uint8, device=CUDA)
     capture(model)
     x = torch.randn(scale.max_num_tokens, scale.hidden, device=CUDA)

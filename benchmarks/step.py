@@ -13,13 +13,15 @@ through `prepared(...)`. The long form adds real pieces on the CPU, see `real_pi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
-from piecegraph.runtime.backends.protocol import Memory
+from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph.runtime.backends.protocol import BoundGraph, Code, Memory, Replay
 from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.torch_compat.basics.tensors import form_test
 
@@ -69,6 +71,8 @@ class IdleBackend:
     name = "idle"
     runs_python = False
     order_steps = None
+    graph_class = None
+    poison_result = None
 
     def new_pool(self) -> Any:
         return None
@@ -81,6 +85,15 @@ class IdleBackend:
 
     def release_pool(self, pool: Any) -> None:
         pass
+
+    def link(self, code: Code, compiled: CompiledModel) -> Code:
+        return code
+
+    def install(self, graph: BoundGraph, compiled: CompiledModel) -> Replay:
+        return graph.replay
+
+    def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def begin(self, pool: Any, ownership: Any) -> IdleGraph:
         return IdleGraph()

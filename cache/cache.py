@@ -18,12 +18,14 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import InvalidEntry, LayerFailed
 from ..events import Events
-from .directory import DirectoryLayer, Fault, no_fault, private_directory
+from .directory import DirectoryLayer, private_directory
 from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
@@ -40,15 +42,13 @@ from .lock import (
 from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
 from .names import checked_name, entry_name, lock_name
 from .remote import RemoteLayer
-from .signing import Trust, trust_all
 from .statistics import add_counts
 
 
 class Cache:
     """Layers in order: the private directory at `root`, then the `shared` ones.
 
-    Thread-safe, and safe with any number of processes on the same directory. `fault` is for tests,
-    see directory.py.
+    Thread-safe, and safe with any number of processes on the same directory.
     """
 
     def __init__(
@@ -59,16 +59,13 @@ class Cache:
         shared: Sequence[CacheLayer] = (),
         limits: Limits | None = None,
         off_reason: str = "",
-        fault: Fault = no_fault,
-        trust: Trust = trust_all,
     ) -> None:
         """Without `root`, only `shared`; a layer is a directory that was opened before.
 
-        `trust` is that of the private directory. Removes temporary files of dead processes.
-        `off_reason` is the detail of a miss if there are no layers. Raises UntrustedDirectory or
-        CacheNotWritable.
+        Removes temporary files of dead processes. `off_reason` is the detail of a miss if there are
+        no layers. Raises UntrustedDirectory or CacheNotWritable.
         """
-        self.private = private_directory(root, fault, trust) if isinstance(root, Path) else root
+        self.private = private_directory(root) if isinstance(root, Path) else root
         self.layers: tuple[CacheLayer, ...] = (
             (self.private, *shared) if self.private is not None else tuple(shared)
         )
@@ -213,6 +210,7 @@ class Cache:
         """Store an entry in every writable layer and return it, even if storing failed.
 
         `meta` is plain data; `compile_seconds` in it, if given, is the time that a hit saves.
+        `Entry.unstored` says where it failed.
         Raises InvalidName for a bad name, InvalidEntry if meta is not plain data or too large, and
         OSError if a blob given as a path cannot be read.
         """
@@ -229,18 +227,20 @@ class Cache:
         except (BadManifest, TypeError, ValueError) as error:
             raise InvalidEntry(entry=_label(kind, key), reason=error) from error
         entry = Entry(manifest, contents, "published")
-        self.store(entry)
-        return entry
+        return replace(entry, unstored=self.store(entry))
 
-    def store(self, entry: Entry) -> None:
-        """Store an existing entry, such as an imported one, in every writable layer."""
+    def store(self, entry: Entry) -> tuple[str, ...]:
+        """Store an existing entry, such as an imported one, in every writable layer.
+
+        Returns why layers could not store it.
+        """
         self._written_back.add(entry.digest)
         self._aside -= {ref.sha256 for ref in entry.manifest.blobs.values()}
-        for layer in self.layers:
-            if layer.writable:
-                self._store(layer, entry)
+        reasons = [self._store(layer, entry) for layer in self.layers if layer.writable]
+        return tuple(filter(None, reasons))
 
-    def _store(self, layer: CacheLayer, entry: Entry) -> None:
+    def _store(self, layer: CacheLayer, entry: Entry) -> str | None:
+        """Store an entry in one layer; returns why that failed."""
         label = _label(entry.manifest.kind, entry.key)
         try:
             layer.store(entry)
@@ -255,15 +255,16 @@ class Cache:
             )
             if layer.failures == "raise":
                 raise LayerFailed(layer=layer.name, reason=str(error)) from error
-        else:
-            self._events.count("cache.published")
-            self._events.count("cache.bytes_written", entry.size)
-            self._add_counts({"bytes_written": entry.size})
-            self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
-            if layer is self.private:
-                self._since_eviction += entry.size
-                if self._since_eviction > self._limits.size / 16:  # it costs more than a publish
-                    self.evict()
+            return str(error)
+        self._events.count("cache.published")
+        self._events.count("cache.bytes_written", entry.size)
+        self._add_counts({"bytes_written": entry.size})
+        self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
+        if layer is self.private:
+            self._since_eviction += entry.size
+            if self._since_eviction > self._limits.size / 16:  # it costs more than a publish
+                self.evict()
+        return None
 
     def evict(self) -> None:
         """Apply the limits to the private directory now."""
@@ -292,12 +293,19 @@ class Cache:
 
     @contextlib.contextmanager
     def single_flight(
-        self, kind: str, key: Key, *, wait_limit: float = 900.0, progress_every: float = 5.0
+        self,
+        kind: str,
+        key: Key,
+        *,
+        wait_limit: float = 900.0,
+        progress_every: float = 5.0,
+        waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[Flight]:
         """Let one process make the entry while others wait; after AFTER_OTHERS look up again.
 
         One on this machine, and one of all machines that write to a shared layer. UNLOCKED after
-        `wait_limit` seconds, without a private directory, and where locks fail.
+        `wait_limit` seconds, without a private directory, and where locks fail. Calls `waiting`
+        every `progress_every` seconds of a wait; what it raises ends the wait.
         """
         if self.private is None:
             yield Flight.UNLOCKED
@@ -305,15 +313,22 @@ class Cache:
         began, label = time.monotonic(), _label(kind, key)
         name, lock = entry_name(kind, key.digest), lock_name(kind, key.digest)
         root, shared = self.private.root, [layer for layer in self.layers if layer.writable]
+
+        def wait(**facts: Any) -> None:
+            self._events.emit("cache.wait", level=logging.INFO, entry=label, **facts)
+            waiting()
+
         with (
-            single_flight(root / lock, label, self._events, wait_limit, progress_every) as flight,
+            single_flight(
+                root / lock, label, self._events, wait_limit, progress_every, wait
+            ) as flight,
             contextlib.ExitStack() as stack,
         ):
             is_there = os.path.exists(root / name)  # they may have just finished
             layer = next((each for each in shared if isinstance(each, RemoteLayer)), None)
             is_done = is_there and flight is Flight.AFTER_OTHERS
             if layer is not None and flight is not Flight.UNLOCKED and not is_done:
-                lease = Lease(layer, lock, name, label, self._events)
+                lease = Lease(layer, lock, name, label, self._events, wait)
                 left = wait_limit - (time.monotonic() - began)
                 flight = stack.enter_context(lease.flight(left, progress_every))
             yield Flight.AFTER_OTHERS if is_there and flight is Flight.FIRST else flight

@@ -58,7 +58,16 @@ class _Stored:
     whole: bool
 
 
-def evict(root: Path, limits: Limits, events: Events) -> None:
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """How many entries and bytes were removed; `failure` is the error that ended it."""
+
+    entries: int = 0
+    bytes: int = 0
+    failure: str | None = None
+
+
+def evict(root: Path, limits: Limits, events: Events) -> Evicted:
     """Remove what exceeds `limits`, then the blobs that no entry needs. Never raises OSError."""
     try:
         entries = sorted(_stored(root), key=lambda entry: entry.idle)
@@ -69,10 +78,11 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
         remove_leftovers(root, limits)
     except OSError as error:
         events.emit("cache.evict_failed", level=logging.WARNING, reason=str(error))
-        return
+        return Evicted(failure=str(error))
     if removed or freed:
         events.count("cache.evicted", len(removed))
         events.emit("cache.evict", entries=len(removed), kept=len(kept), bytes=freed)
+    return Evicted(len(removed), freed)
 
 
 def _stored(root: Path) -> Iterator[_Stored]:

@@ -28,6 +28,8 @@ class Entry:
     contents: Mapping[str, bytes] = field(repr=False)
     layer: str
     signature: str | None = None
+    unstored: tuple[str, ...] = field(default=(), compare=False)
+    """Of an entry that was published: why layers could not store it."""
 
     @property
     def key(self) -> Key:

@@ -9,11 +9,10 @@ work: a machine that cannot get it continues without it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..events import Events
@@ -37,6 +36,8 @@ class Lease:
     entry: str
     label: str
     events: Events
+    waiting: Callable[..., None]
+    """Called with the layer and the seconds of a wait so far."""
 
     @contextlib.contextmanager
     def flight(self, wait_limit: float, progress_every: float) -> Iterator[Flight]:
@@ -105,9 +106,7 @@ class Lease:
                 return False, go_on_unlocked(self.events, self.label, reason)
             if now - told >= every:
                 told = now
-                facts = {"entry": self.label, "layer": self.layer.name}
-                seconds = round(now - began, 1)
-                self.events.emit("cache.wait", level=logging.INFO, **facts, seconds=seconds)
+                self.waiting(layer=self.layer.name, seconds=round(now - began, 1))
             time.sleep(POLL_SECONDS)
 
     def _renew(self, holder: bytes, ended: threading.Event) -> None:

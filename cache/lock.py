@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,11 +41,16 @@ class Flight(Enum):
 
 @contextlib.contextmanager
 def single_flight(
-    path: Path, label: str, events: Events, wait_limit: float, progress_every: float
+    path: Path,
+    label: str,
+    events: Events,
+    wait_limit: float,
+    progress_every: float,
+    waiting: Callable[..., None],
 ) -> Iterator[Flight]:
     """Hold the lock at `path`; yields UNLOCKED without it.
 
-    Waits at most `wait_limit` seconds, with an event `cache.wait` every `progress_every` seconds.
+    Waits at most `wait_limit` seconds, and calls `waiting(seconds=...)` every `progress_every`.
     Not reentrant: a second flight for the same key in one thread waits for the limit.
     """
     try:
@@ -55,7 +60,7 @@ def single_flight(
     except OSError as error:  # no file descriptor is left for the import
         yield go_on_unlocked(events, label, f"locking failed: {error}")
         return
-    flight = _acquire(lock, path, label, events, wait_limit, progress_every)
+    flight = _acquire(lock, path, label, events, wait_limit, progress_every, waiting)
     try:
         yield flight
     finally:
@@ -64,7 +69,13 @@ def single_flight(
 
 
 def _acquire(
-    lock: FileLock, path: Path, label: str, events: Events, wait_limit: float, every: float
+    lock: FileLock,
+    path: Path,
+    label: str,
+    events: Events,
+    wait_limit: float,
+    every: float,
+    waiting: Callable[..., None],
 ) -> Flight:
     from filelock import Timeout
 
@@ -85,7 +96,7 @@ def _acquire(
         if waited >= wait_limit:
             return go_on_unlocked(events, label, f"another process has held it for {wait_limit} s")
         if flight is Flight.AFTER_OTHERS:
-            events.emit("cache.wait", level=logging.INFO, entry=label, seconds=round(waited, 1))
+            waiting(seconds=round(waited, 1))
         flight, left = Flight.AFTER_OTHERS, min(every, wait_limit - waited)
 
 

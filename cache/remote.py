@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,28 @@ LEASE_REQUEST_SECONDS = 15.0
 """Most seconds of a request for a lease."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteSeconds:
+    """The times of a remote layer, which limit what a slow one adds to a start."""
+
+    memory: float = 300.0
+    """Names that the remote lacks are remembered; after a failure no request is made."""
+
+    request: float = 60.0
+    """The most that one request may take."""
+
+    total: float = 300.0
+    """The most that all requests may take together. A layer is opened once per start."""
+
+
 class RemoteLayer:
     """Entries under `url`, trusted as `trust` says.
 
     With `write_back` entries are published there too, signed by `signer`; without one they keep the
-    signature that they have. Names that the remote lacks are remembered for `memory_seconds`, and
-    after a failure no request is made for as long. On a file system without atomic puts,
-    half-written entries are misses.
+    signature that they have. On a file system without atomic puts, half-written entries are misses.
 
-    A request may take `request_seconds` and all requests together `total_seconds`; a layer is
-    opened once per start, so this limits what a slow remote adds to it. Requests for leases
-    (`look`, `create`, `overwrite`, `remove`) have a clock of their own: they are made also after a
-    failure, spend none of `total_seconds`, and their failures suspend nothing.
+    Requests for leases (`look`, `create`, `overwrite`, `remove`) have a clock of their own: they
+    are made also after a failure, spend nothing of the total, and their failures suspend nothing.
     """
 
     def __init__(
@@ -46,9 +57,7 @@ class RemoteLayer:
         write_back: bool = False,
         signer: SigningKey | None = None,
         failures: Failures = "ignore",
-        memory_seconds: float = 300.0,
-        request_seconds: float = 60.0,
-        total_seconds: float = 300.0,
+        seconds: RemoteSeconds | None = None,
     ) -> None:
         """Raises LayerFailed if fsspec or the file system's package is not installed."""
         try:
@@ -64,10 +73,8 @@ class RemoteLayer:
         self.writable = write_back
         self._trust = trust
         self._signer = signer
-        self._memory_seconds = memory_seconds
-        self._request_seconds = request_seconds
-        self._total_seconds = total_seconds
-        self._seconds_left = total_seconds
+        self._seconds = seconds or RemoteSeconds()
+        self._seconds_left = self._seconds.total
         self._ignores_ranges = url.startswith(("http://", "https://"))  # some servers do
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
@@ -179,7 +186,7 @@ class RemoteLayer:
         self, name: str, request: Callable[[str], Any], limit: float = LEASE_REQUEST_SECONDS
     ) -> Any:
         """One request on its own clock; any exception becomes an OSError."""
-        limit = min(self._request_seconds, limit)
+        limit = min(self._seconds.request, limit)
         try:
             return _within(limit, lambda: request(f"{self._base}/{name}"))
         except (FileNotFoundError, FileExistsError):
@@ -191,16 +198,16 @@ class RemoteLayer:
         """One request within the time of all; an OSError suspends them for a while."""
         began = time.monotonic()
         if began < self._down_until:
-            raise ConnectionError(f"{self.name} failed less than {self._memory_seconds:g} s ago")
+            raise ConnectionError(f"{self.name} failed less than {self._seconds.memory:g} s ago")
         if self._seconds_left <= 0:
-            raise TimeoutError(f"all requests have taken {self._total_seconds:g} s")
+            raise TimeoutError(f"all requests have taken {self._seconds.total:g} s")
         try:
             return self._ask(name, request, self._seconds_left)
         except FileNotFoundError:
-            self._lacks[name] = began + self._memory_seconds
+            self._lacks[name] = began + self._seconds.memory
             raise
         except OSError:
-            self._down_until = time.monotonic() + self._memory_seconds
+            self._down_until = time.monotonic() + self._seconds.memory
             raise
         finally:
             self._seconds_left -= time.monotonic() - began

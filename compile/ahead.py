@@ -10,31 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
-from ..cache.keys.encoder import Undescribable
 from ..errors import LibraryUnusable
-from ..events import Events
 from ..torch_compat.compiling.piece_data import NotData
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..torch_compat.tracing.sources import drop_sources, next_source
 from .backends.aoti import build_library
+from .backends.in_workers import POLL_SECONDS, as_task
 from .backends.inductor import compiling
-from .backends.jobs import (
-    POLL_SECONDS,
-    Compiled,
-    as_task,
-    compile_pieces,
-    compiler_options,
-    store_artifact,
-)
+from .backends.jobs import Compiled, compile_pieces
 from .backends.registry import compiler_named
 from .backends.schedule import Job
+from .backends.trace_jobs import compiler_options, store_artifact
 from .backends.worker import Compiled as CompiledInWorker
 from .backends.worker import Failed, Machine, Reply, Task
 from .backends.workers import Workers, workers_for
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import machine_key, trace_key
+from .conditions.values import Undescribable
 from .guards.prover import Ranges
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
@@ -92,7 +85,7 @@ def _with_libraries(
         else:
             continue
         (split, job), result = compiled.jobs[number], compiled.results[number]
-        with _reporting_failures(request.events, job):
+        with _reporting_failures(request, job):
             match reply:
                 case Failed():
                     raise LibraryUnusable(reason=reply.reason)
@@ -102,7 +95,8 @@ def _with_libraries(
                     library = _library(request, split, job)
             artifacts[number] = {**result.blobs, LIBRARY: library}
             request.events.count("library_compiles")
-            store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
+            if result.proved:
+                store_artifact(request, job, artifacts[number], result.seconds)
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
@@ -119,15 +113,16 @@ def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> d
 
 
 @contextmanager
-def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
-    """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
-    index = job.unique.index
+def _reporting_failures(request: CompileRequest, job: Job) -> Iterator[None]:
+    """Record an error, for torch may refuse for many reasons: the standalone form serves then."""
     try:
-        with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
+        with request.events.span("compile.library", **job.names()):
             yield
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
+        request.records.failed_libraries.append(reason)
+        facts = {"piece": job.unique.index, "reason": reason}
+        request.events.emit("compile.library_failed", level=logging.WARNING, **facts)
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:

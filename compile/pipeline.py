@@ -20,11 +20,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache import Key
-from ..cache.keys.encoder import Undescribable
 from ..cache.lock import Flight
 from ..errors import BundleMissing, PieceFailed
 from .backends.registry import compiler_for
 from .bundle.key_factors import trace_key
+from .conditions.values import Undescribable
 from .eager_model import eager_model
 from .ir.compilation import BundleMiss, Compiler, CompileRequest
 from .plan.compiled_model import CompiledModel, bind
@@ -73,7 +73,9 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
             if isinstance(agreed, Loaded):
                 return agreed.compiled
             miss = agreed
-            result = NoBundle(request, key, compiler, missing=isinstance(local, BundleMiss))
+            result = NoBundle(
+                request, key, compiler, local if isinstance(local, BundleMiss) else None
+            )
     if request.needs_bundle:
         name = type(request.model).__qualname__
         raise BundleMissing(model=name, reason=str(miss), remedy=miss.remedy)
@@ -84,7 +86,7 @@ def without_bundle(request: CompileRequest) -> NoBundle:
     """What is needed to compile a model of which the stored bundle cannot be used."""
     compiler = compiler_for(request.config.code, request.dump_dir, request.cache, request.events)
     key = trace_key(request.model, request.config, request.device, request.examples)
-    return NoBundle(request, key, compiler, missing=False)
+    return NoBundle(request, key, compiler, None)
 
 
 def compile_missing(missing: NoBundle) -> CompiledModel:
@@ -93,9 +95,9 @@ def compile_missing(missing: NoBundle) -> CompiledModel:
     Raises the errors of tracing, splitting, guards and compilers.
     """
     request = missing.request
-    with request.cache.single_flight("bundle", missing.key) as flight:
+    with request.cache.single_flight("bundle", missing.key, waiting=request.wait) as flight:
         # the process that held the lock before may have stored the bundle
-        if flight is Flight.AFTER_OTHERS and missing.missing:
+        if flight is Flight.AFTER_OTHERS and missing.may_be_stored():
             stored = load_bundle(request, missing.key, missing.compiler)
             if isinstance(stored, Loaded):
                 return stored.compiled

@@ -10,9 +10,8 @@ from typing import Any
 from ..cache import Cache, Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
-from ..torch_compat.compiling.inductor import import_inductor, inductor_cache_directory
-from .backends.inductor import load_library, scratch
-from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
+from .backends.inductor import load_library
+from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle, stored_digests
 from .ir.compilation import (
     LIBRARY,
     BundleMiss,
@@ -41,10 +40,12 @@ class Loaded:
 def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded | BundleMiss:
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
-        entry = find_bundle(request.cache, key, request.model, request.events)
+        refused: dict[str, str] = {}
+        entry = find_bundle(request.cache, key, request.model, request.events, refused=refused)
     request.record_lookup("bundle", key, entry)
     if not isinstance(entry, Entry):
-        miss = BundleMiss(entry.reason, entry.located or _nearest(request.cache, key), entry.remedy)
+        detail = entry.located or _nearest(request.cache, key)
+        miss = BundleMiss(entry.reason, detail, entry.remedy, frozenset(refused))
         request.record_miss(miss)
         return miss
     try:
@@ -58,9 +59,9 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
                     bundle.plan, pieces, request.model, from_bundle=True, conditions=conditions
                 )
     except (BadBundle, ModelMismatch) as error:
-        return _refused(request, str(error))
+        return _refused(request, str(error), entry)
     except Exception as error:  # code of another system or compiler
-        return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
+        return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}", entry)
     digest = entry.digest
     counts = kernels(bundle.artifacts)
     request.record_bundle(BundleOutcome(True, bytes=entry.size, kernels=counts, digest=digest))
@@ -97,14 +98,21 @@ def ranks_agree(
 class NoBundle:
     """A model that has no bundle yet, and what is needed to compile it later.
 
-    `missing` is False where there is one that cannot be used: another rank has none, or it is
+    `miss` says why; it is None where this rank could use one: another rank has none, or it is
     stale.
     """
 
     request: CompileRequest
     key: Key
     compiler: Compiler
-    missing: bool
+    miss: BundleMiss | None
+
+    def may_be_stored(self) -> bool:
+        """Whether a bundle may be stored now that this start has not tried."""
+        if self.miss is None:
+            return False
+        tried = self.miss.tried
+        return not tried or bool(stored_digests(self.request.cache, self.key) - tried)
 
     def load(self) -> Loaded | BundleMiss:
         """The bundle of this rank, or why there is still none."""
@@ -126,14 +134,8 @@ def _load(
     events = request.events
     if not all(LIBRARY in blobs for blobs in bundle.artifacts):
         assert compiler.load is not None
-        if compiler.name == "inductor":
-            # the import makes the directory that the environment names
-            with (
-                events.span("import inductor"),
-                scratch() as folder,
-                inductor_cache_directory(folder),
-            ):
-                import_inductor()
+        if compiler.before_load is not None:
+            compiler.before_load(events)
         with events.span("bundle.code"):
             return compiler.load(bundle.artifacts)
     sizes = bundle.plan.sizes_of_artifacts()
@@ -146,8 +148,9 @@ def _load(
         ]
 
 
-def _refused(request: CompileRequest, reason: str) -> BundleMiss:
-    miss = BundleMiss(reason)
+def _refused(request: CompileRequest, reason: str, entry: Entry | None = None) -> BundleMiss:
+    tried = frozenset({entry.digest} if entry is not None else ())
+    miss = BundleMiss(reason, tried=tried)
     request.record_miss(miss, logging.WARNING)
     return miss
 

@@ -9,10 +9,10 @@ import torch
 
 from ..cache import Entry, Key
 from ..cache.inspection import NearEntry, nearest_entries
-from ..cache.keys.encoder import Undescribable
 from ..cache.layers import REMEDIES
 from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
+from ..compile.conditions.values import Undescribable
 from ..compile.ir.compilation import ExampleArguments
 from ..config import Config
 from .core.records import Records

@@ -32,7 +32,7 @@ class ForwardContext:
         self.num_tokens = num_tokens
 
 
-# Set directly by `Steps.run`, the hot path; use the functions below elsewhere.
+# Set directly by `StepRunner.run`, the hot path; use the functions below elsewhere.
 CURRENT: ContextVar[Any] = ContextVar("piecegraph_forward", default=None)
 """A ForwardContext, one that stands for it during a capture, or None."""
 

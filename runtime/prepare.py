@@ -5,32 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..cache.settings import VerifyBundle
-from ..compile.eager_model import uncompiled_model
-from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
+from ..compile.ir.compilation import ExampleArguments
 from ..compile.ir.locations import first_line
-from ..compile.pipeline import compile_missing, compile_model, find_model, without_bundle
-from ..compile.plan.compiled_model import CompiledModel
-from ..config import BundleUse, Config
+from ..config import Config
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled
+from .assemble import Beginning, Ranks, assemble, begin, exchange_of, mixed_rows_finder
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
+from .core.allowed_work import allow_compilation
+from .core.environment import Environment
+from .core.exchange import single_rank
 from .core.records import Records
 from .core.report import mode_reasons
-from .parts.ranks.ranks import Ranks
-from .parts.seal.monitor import allow_compilation
-from .parts.starts.background import Background
-from .parts.starts.code_in_service import Source
-from .parts.starts.verification import Verification, stale
+from .core_model import CoreModel
+from .forward_context import ForwardContext
 from .prepared_model import PreparedModel
-from .setup.model_policy import find_bucket_holes, model_policy
+from .setup.model_policy import ModelPolicy, find_bucket_holes
 from .setup.policy import dispatch_plan, resolve_graph_mode
 from .setup.request import compile_request
 from .setup.switches import resolve_config
@@ -88,31 +84,31 @@ def prepare(
             plan=[entry.as_json() for entry in plan.entries],
             plan_digest=plan.digest,
         )
-        request = compile_request(model, config, records, examples, ranks)
-        policy_of = partial(
-            model_policy,
-            config,
-            plan,
-            resolved,
-            request.device,
-            records,
-            tuple(input_buffers or {}),
+        exchange = exchange_of(ranks)
+        request = compile_request(model, config, records, examples, exchange)
+        owned = tuple(input_buffers or {})
+        policy_of = ModelPolicy(
+            config, resolved, request.device, records, owned, mixed_rows_finder()
         )
-        compiled, beside = _start(request, config, records)
+        compiled, beside = begin(request, config, records)
         find_bucket_holes(config, records)
-        return PreparedModel(
-            compiled,
+        environment = Environment(
             config,
-            policy_of(compiled),
             _backend(backend, request.device),
             request.device,
             request.cache,
             records,
-            layers=layers,
-            input_buffers=input_buffers,
-            ranks=ranks,
-            source=Source(request, policy_of, beside),
+            exchange or single_rank,
         )
+        core = CoreModel(
+            environment,
+            compiled,
+            policy_of(compiled),
+            ForwardContext(layers or {}),
+            input_buffers or {},
+            request,
+        )
+        return assemble(core, Beginning(compiled, beside, policy_of, ranks))
 
 
 @contextmanager
@@ -133,33 +129,6 @@ def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphB
     if backend is None:
         backend = "replay" if device.type == "cpu" else device.type
     return choose_backend(backend, device) if isinstance(backend, str) else backend
-
-
-def _start(
-    request: CompileRequest, config: Config, records: Records
-) -> tuple[CompiledModel, Background | Verification | None]:
-    """The code to start with, and what runs beside its steps."""
-    serves = config.compile and config.bundle in (BundleUse.SERVE, BundleUse.SERVE_AHEAD)
-    found = find_model(request) if serves else compile_model(request)
-    if isinstance(found, BundleMiss):
-        records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
-        found = compile_model(request)
-    if isinstance(found, CompiledModel):
-        if not (found.from_bundle and config.cache):
-            return found, None
-        verification = Verification(request, found.plan, records)
-        if config.cache.verify_bundle is VerifyBundle.BACKGROUND:
-            return found, verification
-        if config.cache.verify_bundle is VerifyBundle.OFF:
-            return found, None
-        if (refusal := verification.refusal()) is None:
-            return found, None
-        if config.bundle is BundleUse.FORCE:
-            raise stale(request, refusal)
-        found = without_bundle(request)
-    if serves:
-        return uncompiled_model(request), Background(found, records, request.exchange)
-    return compile_missing(found), None
 
 
 def _location(model: torch.nn.Module) -> str | None:

@@ -28,11 +28,15 @@ GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
 CODE, STEPS = f"{CORE}/code.py", f"{CORE}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
+PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
-CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/prepared_model.py"
-LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/code_in_service.py"
+CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
+LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
+PART = f"{CHECKS}/part.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
+TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
+DEVICES = "tests/torch_compat/test_devices.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -45,9 +49,9 @@ MUTANTS = [
     (QUEUED, "if is_composite(func):", "if False:", f"{DELAYED} -k is_read"),
     (QUEUED, "any(self._awaits(self._state, each) for each in sources)", "False",
      f"{DELAYED} -k is_read"),
-    (f"{REPLAY}/backend.py", "self._backend.released(self._made)", "pass",
+    (TAPE, "self._released(self, self._made)", "pass",
      f"{DELAYED} -k graphs_change"),
-    (DELAYED_GRAPH, "step.put(graph.run,", "step.put(graph.replay,", f"{DELAYED} -k graphs_change"),
+    (DELAYED_GRAPH, "step.put(tape.run,", "step.put(tape.replay,", f"{DELAYED} -k graphs_change"),
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
@@ -55,10 +59,15 @@ MUTANTS = [
      f"{DELAYED} -k in_place"),
     (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
     (DELAYED_GRAPH, "        copied()\n", "", f"{DELAYED} -k after_the_copies"),
-    (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)\n"
+    (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, graph.copied_inputs)\n"
      "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
-     "self._inputs.copied)", f"{DELAYED} -k after_the_copies"),
+     "graph.copied_inputs)", f"{DELAYED} -k after_the_copies"),
     (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
+    (f"{REPLAY}/backend.py", "return HostCopies(is_open)", "return HostCopies(lambda: False)",
+     f"{FAITHFUL} -k copy_from_the_host"),
+    ("runtime/parts/seal/monitor.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
+    (BATCH, "fork_rng(devices, device_type=device_type)", "fork_rng([])", f"{DEVICES} -k restored"),
+    ("compile/bundle/key_factors.py", '"is": stable_text(stated)', '"is": ""', f"{DEVICES} -k f6"),
     ("tools/engine/engine.py", "self.copied.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
@@ -69,7 +78,7 @@ MUTANTS = [
      "tests/compile/test_split_guards.py -k knows"),
     ("compile/plan/split_model.py", "min(first, low), max(last, high)", "low, high",
      "tests/compile/test_split_guards.py -k equal_pieces"),
-    (SERVICE, "self.stop()\n        self.release()", "self.stop()",
+    (MODEL, "sealed = self.sealed\n        self.release()", "sealed = self.sealed",
      f"{LIVE}/test_verification.py -k serves_until"),
     (SERVICE, "        self._must_not_be_forced(difference)\n", "",
      f"{LIVE}/test_verification.py -k forced_raises"),
@@ -81,6 +90,16 @@ MUTANTS = [
      "if (now := _place(tensor))[0] != then[0]:", f"{WEIGHTS} -k another_form"),
     (ADDRESSES, "return self._bytes() != self._then", "return False", f"{FAITHFUL} -k on_the_host"),
     (BATCH, "inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
+    (SAVED, "    finally:\n        saved.restore()", "    finally:\n        pass",
+     f"{DUMMY} -k written_twice"),
+    (SAVED, "bits.view(of_size) if type(bits) is Tensor else bits", "bits",
+     f"{DUMMY} -k bit_for_bit"),
+    (SAVED, "if sum(part.nbytes for part in self._parts) > most:", "if False:",
+     f"{DUMMY} -k too_large"),
+    ("torch_compat/basics/tensors.py", "if step == 0 and tensor.size(axis):", "if False:",
+     f"{DUMMY} -k bit_for_bit"),
+    ("torch_compat/basics/tensors.py", "with torch.inference_mode():  # in",
+     "with torch.no_grad():  # in", "tests/torch_compat/test_tensors.py -k written_back"),
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*inputs.written_in_place, ", "[", f"{DUMMY} -k True"),
     (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
@@ -90,6 +109,8 @@ MUTANTS = [
     (INPUTS, "        fill()\n    if", "        pass\n    if", f"{STATIC} -k any_loads"),  # 25
     (INPUTS, "                fill()\n", "                pass\n", f"{STATIC} -k failure_25"),
     (INPUTS, "last is None or not extent.covers(last)", "last is None", f"{STATIC} -k any_loads"),
+    (PADDING, "return self.kind is Padding.REPEAT", "return False", f"{STATIC} -k any_loads"),
+    (PADDING, "if self.kind is Padding.KEEP:", "if False:", f"{STATIC} -k any_loads"),
     (INPUTS, "return torch.zeros(prod(shape)", "return torch.empty(prod(shape)",
      f"{STATIC} -k failure_26"),
     (GRAPH, 'partial(attrgetter("data"), static)', "partial(_same, result)", RESULTS),
@@ -104,19 +125,19 @@ MUTANTS = [
     (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
      "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
      f"{RECORDER} -k not_replayed"),
-    (GRAPH, "        self.addresses.check_step()\n        load", "        load",
+    (PART, "[*checks, Check(name, relied.addresses.check_step, IN_TURN)]", "checks",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
-    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        if metadata_for",
-     "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
-    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        self.events",
-     "self.events", LOOP),  # 19
-    (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
-    (MODEL, "self._steps.close()", "pass", f"{RESULTS} -k close"),
-    (MODEL, "        self.backend.synchronize()\n        self._graphs.capturer.re",
-     "        self._graphs.capturer.re", f"{WEIGHTS} -k idle_before"),
-    (SERVICE, "        self._backend.synchronize()\n        self._steps.forget",
-     "        self._steps.forget", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "            self.bind()\n        if metadata_for",
+     "            pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
+    (MODEL, "self.bind()\n        environment",
+     "environment", LOOP),  # 19
+    (PART, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
+    (MODEL, "self.steps.close()", "pass", f"{RESULTS} -k close"),
+    (MODEL, "        environment.backend.synchronize()\n        self.capturer.re",
+     "        self.capturer.re", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "        self.environment.backend.synchronize()\n        self.steps.forget",
+     "        self.steps.forget", f"{WEIGHTS} -k idle_before"),
     (STEPS, "if stated is not None and stated != num_tokens:", "if False:",
      f"{RESULTS} -k states_other"),
     (STEPS, "if graph is None and decision.graph_index != NO_GRAPH:", "if False:",
@@ -126,7 +147,7 @@ MUTANTS = [
     (STEPS, "            self.running = True\n            context.metadata",
      "            context.metadata",
      f"{FAILURES} -k middle"),
-    (STEPS, "code.memory_check is not None", "False", SHARED),
+    (PART, "if self._memory is not None:", "if False:", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
@@ -146,8 +167,8 @@ MUTANTS = [
      "self._context.layers", f"{LIVE}/test_step_reads.py -k of_a_layer"),
     ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
-    (f"{REPLAY}/backend.py", "if self._options.poison_before_replay:", "if False:", POISON),
-    (f"{REPLAY}/backend.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
+    (TAPE, "if self._poisons:", "if False:", POISON),
+    (TAPE, "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
     (f"{REPLAY}/backend.py", "if self._tape.host_read is not None:", "if False:",
      f"{FAITHFUL} -k swallows"),
     (f"{CAPTURE}/recorder.py", "opaque(self.in_context(fn), args)", "opaque(fn, args)",
@@ -164,7 +185,7 @@ MUTANTS = [
      f"{LIFETIMES} -k failure_17"),  # 16, 17
     ("runtime/setup/policy.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
-    (CAPTURER, "(not self._eager and not self.queue.complete)", "not self.queue.complete",
+    (CAPTURER, "(not self.is_eager and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
     (f"{STRATEGY}/wanted.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        if",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from piecegraph import Events
 from piecegraph.events import log
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = {"events.py", "tools/start_lines.py"}
+"""Files that may read events: they show them."""
 
 
 @pytest.fixture
@@ -136,3 +142,16 @@ def test_who_wants_to_know_hears_of_a_phase_when_it_begins():
     events.phase_listeners.append(begun.append)
     with events.span("detail"), events.span("phase", level=logging.INFO):
         assert begun == ["phase"]
+
+
+def test_nobody_reads_events_to_learn_something():
+    """What a program acts on is a record, which its owner returns or keeps."""
+    readers = {
+        str(path.relative_to(ROOT))
+        for package in (".", "cache", "compile", "dispatch", "runtime", "tools", "torch_compat")
+        for path in (ROOT / package).glob("*.py" if package == "." else "**/*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr == "listeners")
+        or (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "named")
+    }
+    assert readers == OUTPUT

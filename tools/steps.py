@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
+from .. import StepObserver
 from ..dispatch import Batch, BatchDescriptor, Decision, Reason, RuntimeMode
 from ..errors import InvalidSetting
 from ..runtime.core.step_file import SCHEMA, write_steps
-from ..runtime.parts.log.step_log import StepObserver
 from ..runtime.prepared_model import PreparedModel
 from ..torch_compat.basics.tensors import tree_map_only
 from .report.output import Output
@@ -84,7 +84,7 @@ class StepRecorder(StepObserver):
         self._keep = metadata
         self._dispatched: tuple[Batch, Decision] | None = None
         self._open = True
-        prepared.observe(self)
+        prepared.parts.log.observe(self)
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +97,7 @@ class StepRecorder(StepObserver):
         if not self._open:
             return
         self._open = False
-        self._prepared.unobserve(self)
+        self._prepared.parts.log.unobserve(self)
         if self._output is not None:
             rows = [(step.args, step.kwargs, step.batch, step.metadata) for step in self.steps]
             with self._output.writing() as path:

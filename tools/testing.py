@@ -28,7 +28,8 @@ from .. import (
     StepObserver,
 )
 from ..errors import CaptureAfterSeal
-from ..runtime.parts.checks.address_checks import tensors_by_path
+from ..runtime.core.preserved import SavedMemory
+from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import tree_map_only
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
@@ -98,7 +99,7 @@ class GraphCase:
         """
         engine = make(self)
         prepared, observer = engine.prepared, _Observer()
-        prepared.observe(observer)
+        prepared.parts.log.observe(observer)
         with _untouched(engine, "the startup captures"):
             engine.start()
         must_be_sealed(prepared)
@@ -163,15 +164,15 @@ class _Observer(StepObserver):
 def _untouched(engine: Engine, what: str) -> Iterator[None]:
     """Fails if the block writes to live state, which holds other values meanwhile."""
     parts = dict(engine.live_state())
-    before = {name: part.clone() for name, part in parts.items()}
+    before = SavedMemory(list(parts.values()))
     for part in parts.values():
         part.copy_(torch.rand(part.shape) * 100)
-    marked = {name: part.clone() for name, part in parts.items()}
+    marked = before.now()
     yield
-    for name, part in parts.items():
-        if not torch.equal(part, marked[name]):
+    for name, elements in zip(parts, marked.changed(marked.now()), strict=True):
+        if elements.any():
             pytest.fail(f"{what} wrote to live state {name!r}: dummy batches must use padding")
-        part.copy_(before[name])
+    before.restore()
 
 
 def must_be_sealed(prepared: PreparedModel) -> None:

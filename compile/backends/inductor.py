@@ -44,8 +44,11 @@ from ...torch_compat.compiling.toolchain import (
     probes,
     without_compiler,
 )
-from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Building, Built, PieceFn
+from ..ir.compilation import COMPILER, KERNEL, PROBE, Blobs, Building, Built, PieceFn
 from ..speedups import generating_code
+
+CODE = "code"
+"""The blob with Inductor's standalone artifact."""
 
 
 @contextmanager
@@ -124,6 +127,12 @@ def first_use(device: torch.device, events: Events) -> None:
     with events.span("toolchain", level=logging.INFO), compiling():
         inputs = [fresh_fake_mode().from_tensor(torch.zeros(1))]
         compile_piece(GraphModule({}, graph), inputs, {})()
+
+
+def before_load(events: Events) -> None:
+    """Import Inductor, which makes the directory that the environment names: a scratch one."""
+    with events.span("import inductor"), scratch() as folder, inductor_cache_directory(folder):
+        import_inductor()
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:

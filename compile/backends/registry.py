@@ -7,7 +7,6 @@ leave the process, so a model compiled by them is traced at each start.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from ...events import Events
 from ...torch_compat.tracing.dynamo import registered_backend, registered_backends
 from ..ir.compilation import Building, CompilePiece, Compiler
 from ..ir.config import CodeConfig
+from ..ir.registered_compilers import BUILT_IN, registered_compiler, registered_names
 from . import inductor
 from .editable_code import editable_inductor
-
-ENTRY_POINTS = "piecegraph.compilers"
 
 INDUCTOR = Compiler(
     "inductor",
@@ -30,6 +28,7 @@ INDUCTOR = Compiler(
     inductor.load_pieces,
     inductor.first_use,
     inductor.compiling,
+    before_load=inductor.before_load,
     in_workers=True,
 )
 
@@ -52,19 +51,17 @@ def compiler_named(name: str) -> Compiler:
     """The compiler called `name`: one of ours, an entry point, or a registered torch backend.
 
     An entry point of the group `piecegraph.compilers` refers to a `Compiler`. Raises
-    UnknownCompiler.
+    UnknownCompiler and CompilerUnversioned.
     """
     if name == "inductor":
         return INDUCTOR
     if name == "eager":
         return Compiler(name, _compile_eagerly)
-    registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
-    if name in registered:
-        loaded: Compiler = registered[name].load()
-        return loaded
+    if (compiler := registered_compiler(name)) is not None:
+        return compiler
     backends = registered_backends()
     if name not in backends:
-        known = sorted({"inductor", "eager", *registered, *backends})
+        known = sorted({*BUILT_IN, *registered_names(), *backends})
         raise UnknownCompiler(name=name, known=", ".join(known))
     return Compiler(name, _with_backend(name))
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...cache import Key
-from ...cache.keys.encoder import Undescribable
 from ...cache.keys.factors import Json
 from ..bundle.key_factors import codegen_key, machine_key
+from ..conditions.values import Undescribable
 from ..ir.config import TOKENS, GraphPass
 from ..passes.graph_pass import passes_up_to
 from ..pieces.compile_ranges import CompileRange, compile_ranges
@@ -39,6 +39,14 @@ class Job:
     def span(self) -> tuple[int, int]:
         """The token counts that the code is for, inclusive."""
         return self.size or self.interval.low, self.size or self.interval.high
+
+    def names(self) -> dict[str, Any]:
+        """The piece, as events name it."""
+        return {"piece": self.unique.index, "digest": self.unique.digest[:12]}
+
+    def facts(self) -> dict[str, Any]:
+        """The piece and its range, as events state them."""
+        return {**self.names(), "range": list(self.span)}
 
 
 @dataclass(frozen=True)

@@ -40,13 +40,13 @@ from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import machine_key
 from ..guards.numerics_check import static_inputs
 from ..guards.prover import Ranges
-from ..ir.compilation import LIBRARY, Blobs
+from ..ir.compilation import LIBRARY, Blobs, Compiler
 from ..ir.config import CodeConfig, DynamicShapes
 from ..ir.locations import first_line
 from ..passes.graph_pass import SHIPPED, inductor_passes
 from ..pieces.piece import example_values, symbols_of
-from . import inductor
 from .aoti import build_library
+from .registry import compiler_named
 
 ALIVE_SECONDS = 1.0
 """How often a worker says that it is alive."""
@@ -56,6 +56,7 @@ ALIVE_SECONDS = 1.0
 class Start:
     """What a worker needs to know once. `state` makes it equal to the process it works for."""
 
+    compiler: str
     state: ProcessState
     device: torch.device
     nice: int
@@ -136,9 +137,11 @@ def main() -> None:
     reader = threading.Thread(target=_read, args=(connection, tasks, send), daemon=True)
     reader.start()
     with torch.inference_mode(start.state.inference):
-        inductor.first_use(start.device, Events())
+        compiler = compiler_named(start.compiler)
+        if compiler.first_use is not None:
+            compiler.first_use(start.device, Events())
         send(pickle.dumps(None))
-        _work(iter(tasks.get, None), lambda reply: send(pickle.dumps(reply)))
+        _work(compiler, iter(tasks.get, None), lambda reply: send(pickle.dumps(reply)))
 
 
 def _read(
@@ -160,22 +163,23 @@ def _read(
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _work(tasks: Iterator[Task], reply: Callable[[Reply], None]) -> None:
+def _work(compiler: Compiler, tasks: Iterator[Task], reply: Callable[[Reply], None]) -> None:
     for machine, group in groupby(tasks, key=lambda task: task.machine):
         own = machine_key(machine.code, machine.device)
         difference = "; ".join(map(str, diff(machine.key.factors, own.factors)[:3]))
-        with inductor.compiling():
+        with compiler.session():
             for task in group:
-                reply(Refused(f"another process: {difference}") if difference else _result(task))
+                refused = Refused(f"another process: {difference}") if difference else None
+                reply(refused or _result(compiler, task))
 
 
-def _result(task: Task) -> Reply:
+def _result(compiler: Compiler, task: Task) -> Reply:
     try:
         graph, options = load_piece(task.graph)
     except Exception as error:  # an op that only the program registers
         return Refused(f"{type(error).__name__}: {first_line(error)}")
     try:
-        return _compile(task, graph, options)
+        return _compile(compiler, task, graph, options)
     except Exception as error:
         return Failed(f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
@@ -189,10 +193,12 @@ class _Values(Interpreter):
         return value
 
 
-def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compiled | Refused:
-    events, machine = Events(), task.machine
+def _compile(
+    compiler: Compiler, task: Task, graph: GraphModule, options: dict[str, Any]
+) -> Compiled | Refused:
+    machine, ran = task.machine, list[dict[str, Any]]()
     passes = [each for each in SHIPPED if each.name in task.passes]
-    options |= inductor_passes(passes, events, task.piece)
+    options |= inductor_passes(passes, lambda **facts: ran.append(facts), task.piece)
     if task.limits is not None:
         began = time.perf_counter()
         with reasoning_about_sizes(machine.code.dynamic_shapes.value):
@@ -207,7 +213,7 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
             _Values(graph).run(*inputs)
         if task.size is not None:
             inputs = static_inputs(graph, dict.fromkeys(symbols, task.size))
-        _, blobs = inductor.compile_piece(graph, inputs, options)()
+        _, blobs = compiler.compile(graph, inputs, options)()
     if not blobs:
         return Refused("the compiler cannot serialize it")
     seconds = time.perf_counter() - began
@@ -216,4 +222,4 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
         guards += chain.from_iterable(narrowed_range(env, symbol) for symbol in symbols)
         deferred = ((expression, None) for expression in deferred_asserts(env))
         guards += (each for each in deferred if each[0].free_symbols <= set(symbols))
-    return Compiled(blobs, guards, began, seconds, [event.facts for event in events.named("pass")])
+    return Compiled(blobs, guards, began, seconds, ran)

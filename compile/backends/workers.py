@@ -68,7 +68,7 @@ def workers_for(request: CompileRequest) -> Iterator[Workers | None]:
         return
     try:
         nice = NICE if request.serving else 0
-        start = dump_plain(Start(process_state(), request.device, nice))
+        start = dump_plain(Start(compiler.name, process_state(), request.device, nice))
     except NotData as error:  # a setting of torch is an object of the program
         request.events.emit("workers.none", reason=str(error))
         yield None

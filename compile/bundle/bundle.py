@@ -19,7 +19,7 @@ from ...cache.keys.key import VARIANT
 from ...cache.manifest import Manifest
 from ...events import Events
 from ..conditions.conditions import Conditions, broken_conditions
-from ..ir.compilation import CODE, LIBRARY, Blobs, CompileRequest
+from ..ir.compilation import Blobs, CompileRequest, is_own_code
 from ..ir.plan import Plan
 
 PLAN = "plan.json"
@@ -70,18 +70,25 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = _stored_plan(plan)
-    request.cache.publish("bundle", key, meta, blobs)
+    request.publish("bundle", key, meta, blobs)
     return True
 
 
 def find_bundle(
-    cache: Cache, key: Key, model: torch.nn.Module, events: Events, count: bool = True
+    cache: Cache,
+    key: Key,
+    model: torch.nn.Module,
+    events: Events,
+    *,
+    refused: dict[str, str] | None = None,
+    count: bool = True,
 ) -> Entry | Miss:
     """The first candidate under `key` whose conditions hold, or why there is none.
 
-    Only a counted look-up is an event and in the counters.
+    Adds to `refused` why each other candidate was refused, by digest. Only a counted look-up is an
+    event and in the counters.
     """
-    refused: list[str] = []
+    refused = {} if refused is None else refused
 
     def refusal(manifest: Manifest) -> str | None:
         with events.span("bundle.conditions"):
@@ -89,14 +96,28 @@ def find_bundle(
         if not broken:
             return None
         more = f" and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-        refused.append("; ".join(map(str, broken[:SHOWN])) + more)
-        return refused[-1]
+        reason = "; ".join(map(str, broken[:SHOWN])) + more
+        refused[manifest.digest] = reason
+        return reason
 
     others = candidate_keys(key)
     result = cache.lookup("bundle", next(others), others=others, refusal=refusal, count=count)
     if isinstance(result, Miss) and refused:
-        return replace(result, detail=" | ".join(dict.fromkeys(refused)))
+        return replace(result, detail=" | ".join(dict.fromkeys(refused.values())))
     return result
+
+
+def stored_digests(cache: Cache, key: Key) -> set[str]:
+    """Digests of the candidates under `key`, whether or not their conditions hold."""
+    digests: set[str] = set()
+
+    def refusal(manifest: Manifest) -> str:
+        digests.add(manifest.digest)
+        return "it is only listed"
+
+    others = candidate_keys(key)
+    cache.lookup("bundle", next(others), others=others, refusal=refusal, count=False)
+    return digests
 
 
 def candidate_keys(key: Key) -> Iterator[Key]:
@@ -141,8 +162,8 @@ def put_aside(cache: Cache, plan: Plan, reason: str) -> bool:
     """Put the bundles of a plan with their code out of service; whether there was one."""
     digest = hashlib.sha256(_stored_plan(plan)).hexdigest()
     bundles = [each for each in cache.stored("bundle") if each.blobs[PLAN].sha256 == digest]
-    blobs = (item for bundle in bundles for item in bundle.blobs.items())
-    code = [ref.sha256 for name, ref in blobs if name.partition(".")[2] in (CODE, LIBRARY)]
+    blobs = (item for bundle in bundles for item in bundle.blobs.items() if item[0] != PLAN)
+    code = [ref.sha256 for name, ref in blobs if is_own_code(name.partition(".")[2])]
     cache.put_aside(bundles, code, reason)
     return bool(bundles)
 

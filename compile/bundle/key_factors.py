@@ -21,18 +21,20 @@ from typing import Any
 import torch
 
 from ...cache import Key
-from ...cache.keys.code import code_parts, fingerprint
-from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Parts, Stable
+from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
 from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
 from ...torch_compat.basics.tensors import subclass_parts
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
 from ...torch_compat.repairs.inductor_fixes import REPAIRS
+from ..conditions.code import code_parts, fingerprint
 from ..conditions.custom_ops import kernel_parts
+from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
+from ..ir.registered_compilers import registered_compiler
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import pass_factors
 from ..pieces.fingerprint import tensor_class
@@ -64,7 +66,7 @@ def trace_key(
             },
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
-            "versions": versions(),
+            "versions": versions(config.code.compiler),
             "torch_state": _named("torch_state", torch_state),
             "environment": environment_factors(),
             "speedups": are_on(),  # the switch asks for a trace without them
@@ -90,7 +92,7 @@ def machine_key(config: CodeConfig, device: torch.device) -> Key:
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "toolchain": toolchain(),
-            "versions": versions(),
+            "versions": versions(config.compiler),
             "repairs": [fingerprint(each) for each in REPAIRS],
             "torch_state": torch_state(),
             "environment": environment_factors(),
@@ -118,14 +120,17 @@ def splitting_factors(config: CompileConfig) -> list[Parts]:
     return [Parts(code_parts(function, "code")) for function in config.splitting_functions]
 
 
-def versions() -> dict[str, str]:
-    """Versions of what traces, compiles and loads."""
+def versions(compiler: str) -> dict[str, str]:
+    """Versions of what traces, compiles and loads; of a compiler of another package its own."""
+    registered = registered_compiler(compiler)
+    of_compiler = {f"compiler {compiler}": registered.version} if registered is not None else {}
     return {
         "piecegraph": importlib.metadata.version("piecegraph"),
         "torch": torch.__version__,
         "torch_commit": str(torch.version.git_version),
         "triton": _installed("triton"),
         "python": platform.python_version(),
+        **of_compiler,
     }
 
 
@@ -147,14 +152,21 @@ def device_factors(device: torch.device) -> dict[str, Any]:
 
     Of a CPU its instruction-set extensions, which C++ is compiled for, and the number of threads,
     for which Inductor lays out its loops; of a GPU name, capability, multiprocessors and index.
+    Of another device what torch states: its name and capability. Raises Undescribable.
     """
     cpu = {
         "machine": platform.machine(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "extensions": dict.fromkeys(cpu_extensions(), True),
     }
-    if device.type != "cuda":
+    if device.type == "cpu":
         return {"type": device.type, **cpu, "threads": torch.get_num_threads()}
+    if device.type != "cuda":
+        try:
+            stated = device_facts(device)
+        except LookupError as error:
+            raise Undescribable("device", f"has no description: {error}") from error
+        return {"type": device.type, "index": device.index or 0, "is": stable_text(stated)}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...cache.keys.code import code_parts
-from ...cache.keys.encoder import Undescribable, function_text
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import (
     custom_op_function,
@@ -17,6 +15,8 @@ from ...torch_compat.basics.ops import (
     schemas,
     traced_kernels,
 )
+from .code import code_parts
+from .values import Undescribable, function_text
 
 
 def op_parts(op: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ Guards on arguments are left out: a step checks its tensors, and other arguments
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -20,50 +21,27 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...cache.keys.code import (
-    attribute_names,
-    global_names,
-    nested_codes,
-    probed_names,
-)
-from ...cache.keys.encoder import (
-    KNOWN,
-    Encoder,
-    Undescribable,
-    class_name,
-    is_standard_file,
-    package_of,
-    unwrapped,
-)
 from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
 from ...torch_compat.tracing.dynamo import COMPILED_FUNCTION, Captured
-from .conditions import IDENTITY, Conditions, ConditionTree
+from .bytecode import attribute_names, global_names, probed_names, with_nested
+from .conditions import Conditions, ConditionTree
 from .from_graph import add_called_code
+from .kinds import IDENTITY, TYPE, VALUE, kind_of_guard
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
 from .places import GLOBAL_HOOKS, HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
 from .torch_functions import OF_TORCH, TENSOR, all_nodes, names_read
-
-_KINDS = {
-    "TYPE_MATCH": "type",
-    "NN_MODULE": "type",
-    "SEQUENCE_LENGTH": "length",
-    "DICT_KEYS_MATCH": "keys",
-    "MAPPING_KEYS_CHECK": "keys",
-    "DICT_KEYS": "keys",
-    "ITERATED": "keys",
-    "DICT_CONTAINS": "contains",
-    "DICT_NOT_CONTAINS": "contains",
-    "SET_CONTAINS": "contains",
-    "SET_NOT_CONTAINS": "contains",
-    "HASATTR": "hasattr",
-    "NOT_PRESENT_IN_GENERIC_DICT": "in __dict__",
-    "WEAKREF_ALIVE": "exists",
-    "NOT_NONE_MATCH": "exists",
-}
-"""What is observed for a kind of guard; the value itself for all others."""
+from .values import (
+    VERSIONED,
+    Undescribable,
+    class_name,
+    is_standard_file,
+    package_of,
+    plain_text,
+    unwrapped,
+)
 
 _CALLED_METHODS = ("__class_getitem__", "_missing_")
 _METACLASS_METHODS = ("__call__", "__getitem__", "__iter__", "__len__", "__contains__")
@@ -125,77 +103,77 @@ class _TraceConditions:
             if any(called is call.function for call in self.captured.inlined.results):
                 return
         located = self.locator.locate(guard.expression)
-        if located.root is None:
-            return
-        if located.root.startswith(OF_TORCH) and not is_settings(sys.modules[located.root]):
+        root, steps, value = located.root, located.steps, located.value
+        if root is None or (root.startswith(OF_TORCH) and not is_settings(sys.modules[root])):
             return
         if guard.kind in ("DUPLICATE_INPUT", SHARED_CELL):
             other = self.locator.locate(guard.argument)
             if other.root is not None and not other.root.startswith(OF_TORCH):
-                self.tree.same((located.root, located.steps), (other.root, other.steps))
+                self.tree.same((root, steps), (other.root, other.steps))
             return
-        value, name = located.value, located.steps[-1] if located.steps else ""
-        of_key = isinstance(name, list) and name[0] == "held" and isinstance(value, str | int)
+        kind, step = kind_of_guard(guard.kind), steps[-1] if steps else ""
+        of_key = isinstance(step, list) and step[0] == "held" and isinstance(value, str | int)
         if of_key and "___set_getitem" not in guard.expression:
             return  # Dynamo guards all keys of a subclass of dict; what was read has other guards
-        if (located.root, located.steps[:2]) == ("os", VARIABLES_AT) and len(located.steps) > 2:
+        if (root, steps[:2]) == ("os", VARIABLES_AT) and len(steps) > 2:
             return  # an environment variable is recorded by name
-        of_all = _KINDS.get(guard.kind) in ("keys", "length")
-        if of_all and (located.root, located.steps) == ("os", VARIABLES_AT):
+        if (root, steps) == ("os", VARIABLES_AT) and kind in ("keys", "length"):
             raise Undescribable("os.environ", "is read as a whole")
-        of_attribute = guard.kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT")
+        of_attribute = kind in ("hasattr", "in __dict__")
         if id(value) in self._weights and not of_attribute:
             return  # the form of each weight is in the key
         if guard.kind == "EMPTY_NN_MODULE_HOOKS_DICT":
-            self.tree.add(located.root, located.steps[:-1], "hooks")
-            return
-        if str(name).startswith(HOOK_TABLES):
-            self.tree.add(located.root, located.steps, "length")
-            return
-        self._add_class(located)
-        if guard.kind == CLASS_CHECK:
-            self._add_class_check(located, *guard.argument)
-            return
-        kind, argument = _KINDS.get(guard.kind, "value"), guard.argument
-        if guard.kind == UNGUARDED and Encoder().plain(value, "") is None:
-            kind = "type"  # what was read of it has guards
-        if kind == "contains":
+            self.tree.add(root, steps[:-1], "hooks")
+        elif str(step).startswith(HOOK_TABLES):
+            self.tree.add(root, steps, "length")
+        else:
+            self._add_class(located)
+            if guard.kind == CLASS_CHECK:
+                self._add_class_check(located, *guard.argument)
+            else:
+                self._add_value(guard, kind, located)
+
+    def _add_value(self, guard: GuardFact, kind: str, located: Located) -> None:
+        """What a guard says of a value, and what Dynamo relies on without a guard."""
+        value, argument = located.value, None
+        if guard.kind == UNGUARDED and plain_text(value) is None:
+            kind = TYPE  # what was read of it has guards
+        if kind in ("hasattr", "in __dict__"):
+            argument = guard.argument
+        elif kind == "contains":
             try:
-                argument = encoded_key(argument)
+                argument = encoded_key(guard.argument)
             except TypeError:
-                kind, argument = "keys", None
-        elif kind not in ("hasattr", "in __dict__"):
-            argument = None
-        if kind == "length" and isinstance(value, Mapping | Set):  # what else is read has guards
-            kind = "truth" if isinstance(value, Mapping) else "value"
-        self.tree.add(located.root, located.steps, kind, argument)
-        if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
-            self.tree.add(located.root, located.steps, "members")
-        is_made = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
-        has_identity = kind in ("type", "length", "keys") or is_made
+                kind = "keys"
+        elif kind == "length" and isinstance(value, Mapping | Set):  # what is read has guards
+            kind = "truth" if isinstance(value, Mapping) else VALUE
+        self._add(located, kind, argument)
+        if isinstance(value, EnumMeta) and package_of(value) not in VERSIONED:
+            self._add(located, "members")
+        is_inner = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
+        has_identity = kind in (TYPE, "length", "keys") or is_inner
         if has_identity and not isinstance(value, _WITHOUT_IDENTITY):
-            self.tree.add(located.root, located.steps, IDENTITY)
+            self._add(located, IDENTITY)
+
+    def _add(self, located: Located, kind: str, argument: Any = None) -> None:
+        assert located.root is not None
+        self.tree.add(located.root, located.steps, kind, argument)
 
     def _add_class_check(self, located: Located, check: str, classes: Sequence[type]) -> None:
         """What `isinstance` or `issubclass` says of a value, which a start asks again."""
-        assert located.root is not None
         cls = located.value if isinstance(located.value, type) else type(located.value)
-        for each in classes:
-            if {package_of(cls), package_of(each)} <= KNOWN:
-                continue
-            try:
-                self.tree.add(located.root, located.steps, check, encoded_key(each))
-            except TypeError as error:
-                raise Undescribable(class_name(each), "cannot be located") from error
+        for checked in classes:
+            if not {package_of(cls), package_of(checked)} <= VERSIONED:
+                try:
+                    self._add(located, check, encoded_key(checked))
+                except TypeError as error:
+                    raise Undescribable(class_name(checked), "cannot be located") from error
 
     def _add_class(self, located: Located) -> None:
-        """Remember where the class of a value, or a value that is a class, can be found."""
-        assert located.root is not None
-        if isinstance(located.value, type):
-            self._classes.setdefault(located.value, located)
-        else:
-            cls = type(located.value)
-            self._classes.setdefault(cls, located.then(cls, ["type", None]))
+        """Remember a place of the class of a value, or of a value that is a class."""
+        if not isinstance(located.value, type):
+            located = located.then(type(located.value), ["type", None])
+        self._classes.setdefault(located.value, located)
 
     def add_code(self) -> None:
         """Conditions on the code of each function that was inlined, as loaded in this process."""
@@ -206,19 +184,15 @@ class _TraceConditions:
             method = ["__func__"] if hasattr(self.model.forward, "__func__") else []
             for name in ("__defaults__", "__kwdefaults__"):
                 self._try(MODEL, ["forward", *method, name], "value")
-        inlined = {
-            code: function
-            for code, function in self.captured.inlined.functions.items()
-            if not is_torch_file(code.co_filename) and not is_standard_file(code.co_filename)
-        }
-        wanted = {*self.captured.inlined.functions, getattr(forward, "__code__", None)}
+        functions = self.captured.inlined.functions
+        inlined = {code: function for code, function in functions.items() if _is_users(code)}
+        wanted = {*functions, getattr(forward, "__code__", None)}
         covered = {code for cls in self._all_classes() for code in self._add_methods(cls, wanted)}
-        by_guard = self._functions_of_guards()
+        by_guard = set(self._code_of_guards())
         for code, function in inlined.items():
-            if code not in covered and not any(_contains(each, code) for each in by_guard):
+            if code not in covered and code not in by_guard:
                 self._add_function(code, function)
-        functions = [forward, *filter(None, inlined.values())]
-        named = [each for each in functions if isinstance(each, types.FunctionType)]
+        named = [f for f in (forward, *inlined.values()) if isinstance(f, types.FunctionType)]
         self._add_names(named)
         self._add_probed_names(named)
 
@@ -248,26 +222,25 @@ class _TraceConditions:
                 used += CALL_METHODS
             self._try("torch" if cls is torch.Tensor else "torch.nn", [cls.__name__], "added", used)
         for cls in self._all_classes():
-            located = self._place_of_class(cls)
-            if located is None or located.root is None:
+            if (place := self._place_of_class(cls)) is None:
                 continue
-            self._add_calls(cls, located)
+            root, steps = place
+            self._add_calls(cls, root, steps)
             if issubclass(cls, torch.nn.Module):
-                self._try(located.root, [*located.steps, ["static", "__call__"]], "code")
-            if package_of(type(cls)) not in KNOWN:
+                self._try(root, [*steps, ["static", "__call__"]], "code")
+            if package_of(type(cls)) not in VERSIONED:
                 used = sorted(attributes & {*dir(type(cls))})
-                self._try(located.root, [*located.steps, ["type", None]], "added", used)
+                self._try(root, [*steps, ["type", None]], "added", used)
 
     def add_class_reads(self) -> None:
         """Conditions on attributes of classes that Dynamo reads without a guard."""
         reads = self.captured.inlined.class_reads
         for cls, name in sorted(reads, key=lambda read: (class_name(read[0]), read[1])):
             held = unwrapped(inspect.getattr_static(cls, name, None))
-            if package_of(cls) in KNOWN or isinstance(held, types.FunctionType):
+            if package_of(cls) in VERSIONED or isinstance(held, types.FunctionType):
                 continue  # what was inlined has a condition on its code
-            located = self._place_of_class(cls)
-            if located is not None and located.root is not None:
-                self._try(located.root, located.steps, "attribute", name)
+            if place := self._place_of_class(cls):
+                self._try(*place, "attribute", name)
             else:
                 self.obstacles.append(f"{class_name(cls)}.{name} cannot be located")
 
@@ -280,22 +253,20 @@ class _TraceConditions:
             if located.root is not None and isinstance(located.value, types.FunctionType):
                 self._try(located.root, located.steps, "names", probed)
 
-    def _add_calls(self, cls: type, located: Located) -> None:
+    def _add_calls(self, cls: type, root: str, steps: Sequence[Step]) -> None:
         """Conditions on methods of a class that Dynamo calls instead of tracing them."""
-        assert located.root is not None
-        of_class = (cls, located.steps, _CALLED_METHODS)
-        of_metaclass = (type(cls), (*located.steps, ["type", None]), _METACLASS_METHODS)
-        for owner, steps, names in (of_class, of_metaclass):
-            for name in () if package_of(owner) in KNOWN else names:
+        of_metaclass: tuple[Step, ...] = (*steps, ["type", None])
+        owners = ((cls, steps, _CALLED_METHODS), (type(cls), of_metaclass, _METACLASS_METHODS))
+        for owner, place, names in owners:
+            for name in () if package_of(owner) in VERSIONED else names:
                 function = unwrapped(inspect.getattr_static(owner, name, None))
                 code = getattr(function, "__code__", None)
-                file = code.co_filename if code else ""
-                if code and not is_torch_file(file) and not is_standard_file(file):
-                    self._try(located.root, [*steps, ["static", name]], "calls")
-                    self._try(located.root, located.steps, "calls")  # it is given the class
+                if code and _is_users(code):
+                    self._try(root, [*place, ["static", name]], "calls")
+                    self._try(root, steps, "calls")  # its argument is the class
 
     def _all_classes(self) -> dict[type, Located]:
-        """Classes that guards are on, and those of submodules, by where they are found."""
+        """Classes that guards are on and those of submodules, with their places."""
         for name, module in self.model.named_modules():
             steps: list[Step] = []
             for part in name.split(".") if name else ():
@@ -305,49 +276,50 @@ class _TraceConditions:
 
     def _add_methods(self, cls: type, wanted: set[Any]) -> Iterator[types.CodeType]:
         """Conditions on the methods of a class that were inlined: which function each name is."""
-        located = self._place_of_class(cls)
-        if located is None or located.root is None:
+        if (place := self._place_of_class(cls)) is None:
             return
+        root, steps = place
         for name in sorted({name for base in cls.__mro__ for name in vars(base)}):
             method = unwrapped(inspect.getattr_static(cls, name, None))
             for function, inside in _with_wrapped(method):
                 if function.__code__ in wanted:
-                    steps = [*located.steps, ["static", name], *inside]
-                    self._try(located.root, steps, "code")
+                    self._try(root, [*steps, ["static", name], *inside], "code")
                     yield function.__code__
 
-    def _place_of_class(self, cls: type) -> Located | None:
+    def _place_of_class(self, cls: type) -> tuple[str, Sequence[Step]] | None:
         """By module and name where that leads to the class, else from the model or the globals."""
-        if (located := module_place(cls.__module__, cls.__qualname__)) and located.value is cls:
-            return located
-        return self._classes.get(cls)
+        located = module_place(cls.__module__, cls.__qualname__)
+        if located is None or located.value is not cls:
+            located = self._classes.get(cls)
+        return None if located is None or located.root is None else (located.root, located.steps)
 
-    def _functions_of_guards(self) -> list[types.CodeType]:
-        values = (
-            unwrapped(each.value) for each in self.locator.located.values() if each.root is not None
-        )
-        return [value.__code__ for value in values if isinstance(value, types.FunctionType)]
+    def _code_of_guards(self) -> Iterator[types.CodeType]:
+        """The code that guards are on."""
+        for located in self.locator.located.values():
+            function = unwrapped(located.value) if located.root is not None else None
+            if isinstance(function, types.FunctionType):
+                yield from with_nested(function.__code__)
 
     def _add_function(self, code: types.CodeType, function: types.FunctionType | None) -> None:
-        name = function.__qualname__ if function else code.co_qualname
         modules = [function.__module__] if function else []
         modules += [
-            module
-            for module, each in list(sys.modules.items())
-            if getattr(each, "__file__", None) == code.co_filename
+            name
+            for name, module in list(sys.modules.items())
+            if getattr(module, "__file__", None) == code.co_filename
         ]
+        name = function.__qualname__ if function else code.co_qualname
         outer_names = [each.partition(".<locals>")[0] for each in (name, code.co_qualname)]
-        for module in modules:
-            for path in (name, *outer_names):
-                located = module_place(module, path)
-                for found, inside in _with_wrapped(unwrapped(located.value)) if located else ():
-                    if located and located.root and _contains(found.__code__, code):
-                        self._try(located.root, [*located.steps, *inside], "code")
-                        return
+        for module, path in itertools.product(modules, (name, *outer_names)):
+            located = module_place(module, path)
+            for candidate, inside in _with_wrapped(unwrapped(located.value)) if located else ():
+                if located and code in with_nested(candidate.__code__):
+                    self._try(module, [*located.steps, *inside], "code")
+                    return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
 
     def _try(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
+        """A condition, or an obstacle."""
         try:
             self.tree.add(root, steps, kind, argument)
         except Undescribable as error:
@@ -367,9 +339,9 @@ class _TraceConditions:
         objects = {id(each.value): each for each in self.locator.located.values()}
         for call in self.captured.inlined.results:
             arguments, named = call.arguments, call.named
-            given = [*(arguments or ()), *named.values()]
-            others = [each for each in given if not isinstance(each, _PLAIN)]
-            if others and all(id(each) in objects for each in others):
+            passed = [*(arguments or ()), *named.values()]
+            others = [value for value in passed if not isinstance(value, _PLAIN)]
+            if others and all(id(value) in objects for value in others):
                 continue
             located = _place_of_function(call.function) or objects.get(id(call.function))
             if arguments is None or others or located is None or located.root is None:
@@ -388,6 +360,10 @@ def _place_of_function(function: Any) -> Located | None:
         if located is not None and located.value is function:
             return located
     return None
+
+
+def _is_users(code: types.CodeType) -> bool:
+    return not is_torch_file(code.co_filename) and not is_standard_file(code.co_filename)
 
 
 def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Step, ...]]]:
@@ -410,9 +386,3 @@ def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Ste
                 step: Step = ["item", index]
                 inside = (*place, "__closure__", step, "cell_contents")
                 waiting.append((cell.cell_contents, inside))
-
-
-def _contains(code: types.CodeType, inner: types.CodeType) -> bool:
-    return (
-        code is inner or code == inner or any(_contains(each, inner) for each in nested_codes(code))
-    )

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...cache.keys.encoder import KNOWN, Undescribable
 from ...torch_compat.basics.ops import op_name, triton_call
 from ..ir.locations import node_location
 from ..ir.ops import is_custom
-from .conditions import CALLED_OP, FUNCTION, INLINED_OP, ConditionTree
+from .conditions import ConditionTree
+from .kinds import CALLED_OP, FUNCTION, INLINED_OP
 from .places import OPS, reader
 from .torch_functions import all_nodes
+from .values import VERSIONED, Undescribable
 
 
 def add_called_code(
@@ -46,7 +47,7 @@ def _function(node: Node) -> Any:
         return launch[0]
     target: Any = node.target
     home = getattr(target, "__globals__", {}).get("__name__") or getattr(target, "__module__", "")
-    ignored = not hasattr(target, "__code__") or str(home).partition(".")[0] in KNOWN
+    ignored = not hasattr(target, "__code__") or str(home).partition(".")[0] in VERSIONED
     return None if ignored else target
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import weakref
+from ast import Attribute, Call, Constant, Name, Subscript
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,69 +127,45 @@ class Locator:
 
     def _step(self, node: ast.expr) -> Located:
         match node:
-            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
+            case Subscript(Name("L"), Constant(name)):
                 return self._local(str(name))
-            case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=name)):
+            case Subscript(Name("G"), Constant(name)):
                 return self._global(str(name))
-            case ast.Call(func=ast.Name(id="__import__"), args=[ast.Constant(value=str(name))]):
+            case Call(Name("__import__"), [Constant(str(name))]):
                 return Located(sys.modules[name], name)
-            case ast.Call(func=ast.Name(id="type"), args=[inner]):
+            case Call(Name("type"), [inner]):
                 base = self._find(inner)
                 return base.then(type(base.value), ["type", None])
-            case ast.Subscript(
-                value=ast.Call(
-                    func=ast.Name(id="dict"), args=[ast.Attribute(value=inner, attr="__dict__")]
-                ),
-                slice=ast.Constant(value=str(name)),
-            ):
+            case Subscript(Call(Name("dict"), [Attribute(inner, "__dict__")]), Constant(str(name))):
                 return self._class_attribute(inner, name)
-            case ast.Call(
-                func=ast.Name(id="dict"), args=[ast.Attribute(value=inner, attr="__dict__")]
+            case (
+                Attribute(inner, name)
+                | Call(Name("dict"), [Attribute(inner, "__dict__" as name)])
+                | Call(Name("getattr"), [inner, Constant(str(name))])
+                | Call(Attribute(Name("object"), "__getattribute__"), [inner, Constant(str(name))])
             ):
-                base = self._find(inner)
-                return base.then(vars(base.value), "__dict__")
-            case ast.Subscript(
-                value=ast.Call(func=ast.Name(id="list"), args=[inner]),
-                slice=ast.Constant(value=int(index)),
-            ):
-                mapping = _argument_of_keys(inner)
-                base = self._find(mapping)
-                return self._key(base, index)
-            case ast.Subscript(
-                value=inner, slice=ast.Subscript(slice=ast.Constant(value=int(index)))
-            ):
-                return self._value(self._find(inner), index)  # `d[list(dict.keys(d))[index]]`
-            case ast.Subscript(value=inner, slice=key):
-                return self._item(self._find(inner), _literal(key))
-            case ast.Attribute(value=inner, attr=name):
                 base = self._find(inner)
                 return base.then(getattr(base.value, name), name)
-            case ast.Call(
-                func=ast.Attribute(value=ast.Name(id=kind), attr=method), args=[inner, argument]
-            ) if (kind, method) in (
-                ("object", "__getattribute__"),
-                ("dict", "__getitem__"),
-                ("list", "__getitem__"),
-            ):
-                base = self._find(inner)
-                if method == "__getattribute__":
-                    name = str(_literal(argument))
-                    return base.then(getattr(base.value, name), name)
-                if isinstance(argument, ast.Subscript):
-                    return self._value(base, int(_literal(argument.slice)))
-                return self._item(base, _literal(argument))
-            case ast.Call(
-                func=ast.Name(id="___set_getitem"), args=[inner, ast.Constant(value=int(index))]
+            case (
+                Subscript(
+                    Call(Name("list"), [Call(Attribute(Name("dict"), "keys"), [inner])]),
+                    Constant(int(index)),
+                )
+                | Subscript(Call(Name("list"), [inner]), Constant(int(index)))
+                | Call(Name("___set_getitem"), [inner, Constant(int(index))])
             ):
                 return self._key(self._find(inner), index)
-            case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=str(name))]):
+            case Subscript(inner, key) | Call(
+                Attribute(Name("dict" | "list"), "__getitem__"), [inner, key]
+            ):
                 base = self._find(inner)
-                return base.then(getattr(base.value, name), name)
-            case ast.Call(func=inner, args=[]):
+                if isinstance(key, Subscript):  # `d[list(dict.keys(d))[index]]`
+                    return self._value(base, _literal(key.slice))
+                return self._item(base, _literal(key))
+            case Call(inner, []):
                 base = self._find(inner)
-                if base.root is not None and not _only_reads(base.value):
-                    raise LookupError(ast.unparse(node))
-                return base.then(base.value(), ["call", None])
+                if base.root is None or _only_reads(base.value):
+                    return base.then(base.value(), ["call", None])
         raise LookupError(ast.unparse(node))
 
     def _key(self, base: Located, index: int) -> Located:
@@ -221,12 +198,12 @@ class Locator:
 
     def _class_attribute(self, inner: ast.expr, name: str) -> Located:
         """`dict(type(x).__mro__[i].__dict__)[name]`: as all bases of the class give it."""
-        match inner:
-            case ast.Subscript(value=ast.Attribute(value=cls, attr="__mro__")):
-                base = self._find(cls)
-                if inspect.getattr_static(base.value, name) is vars(self._find(inner).value)[name]:
-                    return base.then(inspect.getattr_static(base.value, name), ["static", name])
         base = self._find(inner)
+        match inner:
+            case Subscript(Attribute(cls, "__mro__")):
+                derived = self._find(cls)
+                if inspect.getattr_static(derived.value, name) is vars(base.value)[name]:
+                    base = derived
         return base.then(inspect.getattr_static(base.value, name), ["static", name])
 
     def _local(self, name: str) -> Located:
@@ -276,14 +253,6 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except ValueError as error:
         raise LookupError(ast.unparse(node)) from error
-
-
-def _argument_of_keys(node: ast.expr) -> ast.expr:
-    """`d` of `dict.keys(d)`; any other expression itself."""
-    match node:
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="dict"), attr="keys"), args=[inner]):
-            return inner
-    return node
 
 
 def module_place(module: str, qualname: str) -> Located | None:

@@ -40,11 +40,8 @@ HOOK_TABLES = (*HOOKS, *GLOBAL_HOOKS)
 """Beginnings of the names of dicts of hooks, keyed by numbers that differ from run to run."""
 
 
-class Missing:
-    """There is nothing at a place."""
-
-
-MISSING = Missing()
+MISSING: Any = object()
+"""There is nothing at a place."""
 
 
 @dataclass(frozen=True)
@@ -148,32 +145,26 @@ def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:
     if root == OPS:
         return f"op {'::'.join(map(str, steps))}"
     named = {MODEL: "model", GLOBALS: str(forward_function(model).__module__)}
-    name = named.get(root, root)
-    hidden = False
+    name, above = named.get(root, root), None
     for step in steps:
-        if step in CONTAINERS:
-            hidden = True
-            continue
-        if isinstance(step, str):
-            name += f".{step}"
-        else:
-            kind, argument = step
-            if kind == "type":
-                name = f"type({name})"
-            elif kind == "call":
-                name += "()"
-            elif (
-                hidden
-                or kind == "static"
-                or (kind == "item" and root == GLOBALS and "." not in name)
-            ):
-                name += f".{argument}"
-            elif kind == "item":
-                name += f"[{key_of(argument)!r}]"
-            else:
-                name += f"[{kind} {argument}]"
-        hidden = False
+        if step not in CONTAINERS:
+            is_global = step[0] == "item" and root == GLOBALS and "." not in name
+            is_name = above in CONTAINERS or is_global
+            name = _spelled_step(name, step, is_name)
+        above = step
     return name
+
+
+def _spelled_step(name: str, step: Step, is_name: bool) -> str:
+    """`name` and one step more; `is_name` says that the key of an item is written as a name."""
+    kind, argument = ("static", step) if isinstance(step, str) else step
+    if kind == "type":
+        return f"type({name})"
+    if kind == "call":
+        return f"{name}()"
+    if kind == "static" or is_name:
+        return f"{name}.{argument}"
+    return f"{name}[{key_of(argument)!r}]" if kind == "item" else f"{name}[{kind} {argument}]"
 
 
 def called_as(model: torch.nn.Module) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ...cache.keys.code import attribute_names
-from ...cache.keys.encoder import KNOWN, unwrapped
 from ...torch_compat.basics.frames import is_torch_file
+from .bytecode import attribute_names
+from .code import closure_values
+from .values import VERSIONED, unwrapped
 
 OF_TORCH = (
     *("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._decomp"),
@@ -50,7 +51,7 @@ def names_read(nodes: Iterable[Node]) -> dict[str, list[str]]:
         seen.add(code)
         if not is_torch_file(function.__code__.co_filename):
             continue
-        waiting += [cell.cell_contents for cell in function.__closure__ or ()]
+        waiting += closure_values(function).values()
         for space, name, value in _read_by(function):
             names.setdefault(space, set()).add(name)
             waiting.append(value)
@@ -67,7 +68,7 @@ def _read_by(function: types.FunctionType) -> Iterable[tuple[str, str, Any]]:
         for name in names:
             value = getattr(space, name, None)
             if isinstance(value, types.ModuleType):
-                if value.__name__.partition(".")[0] in KNOWN and value not in spaces:
+                if value.__name__.partition(".")[0] in VERSIONED and value not in spaces:
                     spaces.append(value)
             elif callable(value) and not isinstance(value, type):
                 yield space.__name__, name, value

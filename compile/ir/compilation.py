@@ -1,8 +1,8 @@
 """Compiling as data: request, compiler, what a unique piece gives, records of what was done.
 
-An artifact is stored as named blobs. `code`, `kernel.*`, `compiler` and `probe.*` make up the
-standalone artifact of Inductor. `library` is an AOTInductor library, which takes longer to build
-and loads in a millisecond.
+An artifact is stored as named blobs, whose names its compiler chooses. Several artifacts may share
+`kernel.*`, `compiler` and `probe.*`; every other blob is the code of one. `library` is an
+AOTInductor library, which takes longer to build and loads in a millisecond.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.inspection import nearest_entries
+from ...cache.keys.factors import Json
 from ...cache.layers import DEPLOY
 from ...events import Events
 from .config import CompileConfig
@@ -56,11 +57,16 @@ class Compiler:
     """What is needed once per process or machine, so that no piece is timed with it."""
     session: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is open while the pieces of one model are compiled."""
+    before_load: Callable[[Events], None] | None = None
+    """What `load` needs once per process, in a span of its own."""
     in_workers: bool = False
     """Whether worker processes can do its work; see `backends.workers`."""
+    version: str = ""
+    """Changes with the code that it generates. In the trace key and the codegen key, so that code
+    of another version is not loaded. Required of an entry point with `load`; Inductor's is torch's.
+    """
 
 
-CODE = "code"
 KERNEL = "kernel."
 """Prefix of compiled C++ libraries."""
 PROBE = "probe."
@@ -68,6 +74,11 @@ PROBE = "probe."
 COMPILER = "compiler"
 """Version of the C++ compiler that built the kernels."""
 LIBRARY = "library"
+
+
+def is_own_code(blob: str) -> bool:
+    """Whether no two artifacts have this blob in common, unless they are equal."""
+    return blob != COMPILER and not blob.startswith((KERNEL, PROBE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,8 @@ class BundleMiss:
     reason: str
     detail: str = ""
     remedy: str = DEPLOY
+    tried: frozenset[str] = frozenset()
+    """Digests of the stored bundles that cannot be used."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
@@ -116,8 +129,17 @@ class CompileRecords:
     bundle: BundleOutcome | None = None
     not_cacheable: tuple[str, ...] = ()
     """What the trace relied on and cannot be stored as a condition, each with the user's line."""
+    failed_libraries: list[str] = field(default_factory=list)
+    """Why artifacts have no ahead-of-time library."""
+    failed_writes: list[str] = field(default_factory=list)
+    """Why layers of the cache could not store code."""
     pieces: list[PieceBuilt] = field(default_factory=list)
     lookups: list[dict[str, Any]] = field(default_factory=list)
+
+    def not_stored(self) -> str:
+        """Why the next start does not find all code in the cache; empty if it does."""
+        reasons = (*self.failed_libraries, *self.not_cacheable, *self.failed_writes)
+        return "; ".join(dict.fromkeys(reasons))
 
 
 @dataclass(frozen=True)
@@ -144,6 +166,8 @@ class CompileRequest:
     """Whether this process serves meanwhile, and has little time for this."""
     checkpoint: Callable[[], None] = lambda: None
     """Called between phases and pieces, and during waits; raises what ends the compilation."""
+    progress: Callable[[str], None] = lambda _: None
+    """Called with what was compiled, or what is waited for."""
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""
@@ -174,6 +198,17 @@ class CompileRequest:
         """Record why no bundle of this model can be stored."""
         self.records.not_cacheable = tuple(reasons)
         self.events.emit("bundle.not_kept", level=logging.WARNING, reason="; ".join(reasons))
+
+    def publish(
+        self, kind: str, key: Key, meta: Mapping[str, Json], blobs: Mapping[str, bytes]
+    ) -> None:
+        """Store an entry in the cache, or record why a layer could not store it."""
+        self.records.failed_writes += self.cache.publish(kind, key, meta, blobs).unstored
+
+    def wait(self) -> None:
+        """Called while another process compiles the model."""
+        self.checkpoint()
+        self.progress("another process compiles it")
 
 
 def kernels(artifacts: Sequence[Blobs]) -> list[int]:

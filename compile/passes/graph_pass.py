@@ -7,19 +7,19 @@ rewrites. The source of every enabled pass is part of the codegen key.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.code import code_parts
-from ...cache.keys.encoder import Undescribable
 from ...cache.keys.factors import Parts
 from ...errors import InvalidSetting
-from ...events import Events, trace_artifact
+from ...events import trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
+from ..conditions.code import code_parts
+from ..conditions.values import Undescribable
 from ..ir.config import GraphPass, named_object
 from . import functionalization, no_op
 
@@ -79,8 +79,10 @@ def pass_factors(passes: Sequence[GraphPass]) -> list[Any]:
     return [[each.name, Parts(code_parts(each.apply, "code"))] for each in passes]
 
 
-def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:
-    """Inductor's options that run `passes` on the piece."""
+def inductor_passes(
+    passes: Sequence[GraphPass], report: Callable[..., None], piece: int
+) -> dict[str, Any]:
+    """Inductor's options that run `passes` on the piece; `report` gets the facts of each run."""
     if not passes:
         return {}  # Inductor stores no artifact after a pass with an empty key
 
@@ -92,7 +94,7 @@ def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> 
             graph.eliminate_dead_code()
             graph.lint()
             trace_artifact(f"{label}.after", lambda: str(graph))
-            events.emit("pass", graph_pass=each.name, piece=piece, rewrites=rewrites)
+            report(graph_pass=each.name, piece=piece, rewrites=rewrites)
 
     try:
         uuid: Any = pass_factors(passes)

@@ -21,23 +21,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...cache.keys.code import fingerprint as source_fingerprint
-from ...cache.keys.code import tensor_digest
-from ...cache.keys.encoder import (
-    KNOWN,
+from ...torch_compat.basics.frames import is_torch_file
+from ...torch_compat.basics.ops import is_op, triton_call
+from ...torch_compat.basics.symbolic import expression_of
+from ...torch_compat.basics.tensors import storage_id, subclass_parts
+from ..conditions.code import fingerprint as source_fingerprint
+from ..conditions.custom_ops import op_parts
+from ..conditions.kinds import KINDS
+from ..conditions.torch_functions import TENSOR, names_read
+from ..conditions.values import (
+    VERSIONED,
     Undescribable,
     class_name,
     class_text,
     package_of,
     stable_text,
+    tensor_digest,
 )
-from ...torch_compat.basics.frames import is_torch_file
-from ...torch_compat.basics.ops import is_op, triton_call
-from ...torch_compat.basics.symbolic import expression_of
-from ...torch_compat.basics.tensors import storage_id, subclass_parts
-from ..conditions.conditions import observed
-from ..conditions.custom_ops import op_parts
-from ..conditions.torch_functions import TENSOR, names_read
 from ..ir.ops import is_custom
 from ..ir.serialization import encode
 
@@ -56,7 +56,7 @@ def canonical_text(graph: Graph, root: torch.nn.Module) -> str:
     lines = [writer.line(node) for node in graph.nodes] + writer.schemas()
     for space, names in names_read(graph.nodes).items():  # a program may have replaced some
         held = torch.Tensor if space == TENSOR else sys.modules[space]
-        lines.append(f"{space} = {observed('added', names, held)}")
+        lines.append(f"{space} = {KINDS['added'].observe(held, names)}")
     return "\n".join(lines)
 
 
@@ -186,7 +186,7 @@ def tensor_class(cls: type) -> str:
     a class that is no part of an installed package, which could change at any time.
     """
     package = package_of(cls)
-    if package in KNOWN:
+    if package in VERSIONED:
         return class_name(cls)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     try:

@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...cache.keys.encoder import Undescribable
 from ...events import Events, trace_artifact
 from ..conditions.conditions import Conditions
+from ..conditions.values import Undescribable
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
 from ..ir.config import TOKENS, CompileConfig, DynamicShapes

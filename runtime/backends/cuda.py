@@ -17,13 +17,14 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compile.plan.compiled_model import CompiledModel
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
     capture_is_invalid,
@@ -37,7 +38,7 @@ from ...torch_compat.basics.cuda import (
 )
 from ...torch_compat.basics.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
-from .protocol import Memory
+from .protocol import BoundGraph, Code, Memory, Replay
 
 _ERROR_MODE = "thread_local"
 _NOT_PERMITTED = 900  # cudaErrorStreamCaptureUnsupported
@@ -173,6 +174,8 @@ class CudaBackend:
 
     name = "cuda"
     runs_python = False
+    poison_result = None
+    graph_class = torch.cuda.CUDAGraph
 
     def __init__(self, device: torch.device | None = None) -> None:
         if torch.version.hip is not None:
@@ -216,6 +219,15 @@ class CudaBackend:
             self._idle_streams[pool.stream.priority].append(pool.stream)
             pool.stream = None
         self.trim()
+
+    def link(self, code: Code, compiled: CompiledModel) -> Code:
+        return code
+
+    def install(self, graph: BoundGraph, compiled: CompiledModel) -> Replay:
+        return graph.replay
+
+    def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self, pool: CudaPool, ownership: Ownership) -> CudaCapture:
         current = torch.cuda.current_stream(self._device)

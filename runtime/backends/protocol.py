@@ -2,17 +2,39 @@
 
 A backend begins a capture into a memory pool and ends it with a graph. Segments, sessions,
 lifetimes and address checks are built on these protocols and are the same for every accelerator.
+Nothing else is asked of a backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...compile.plan.compiled_model import CompiledModel
 from .ownership import Ownership
+
+Code = Callable[..., tuple[Any, ...]]
+"""From a plan's inputs to its results."""
+
+Sizes = tuple[int, ...]
+"""The real size of each symbol of a plan."""
+
+Mark = Callable[[], None]
+"""Called when the copies of a step's inputs are queued, before the rest of the step."""
+
+Load = Callable[[tuple[Any, ...]], None]
+"""Copies a step's inputs into static memory."""
+
+FreshResults = tuple[Callable[[], Any], ...]
+"""A function for each result: a new tensor on static memory, so that what a caller does to it,
+such as `unsqueeze_`, changes no later step."""
+
+Replay = Callable[[tuple[Any, ...], Sizes, Mark], Sequence[Any]]
+"""Runs a graph on a step's inputs; returns the real rows of the static results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +75,7 @@ class Graph(Protocol):
 
     @property
     def topology(self) -> str:
-        """Equal for graphs of which one executable can become the other; empty if not known."""
+        """Equal if `cudaGraphExecUpdate` can turn one graph into the other; empty if unknown."""
 
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""
@@ -72,7 +94,7 @@ class Capture(Protocol):
         """Drop the capture after an error; does not raise for a capture that is already invalid."""
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device, such as a `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -85,12 +107,48 @@ class Event(Protocol):
         """Let a stream, the current one by default, wait for it."""
 
 
+class BoundGraph(Protocol):
+    """All graphs of one recording with the static inputs that they read.
+
+    A step loads its inputs, makes the `calls` and copies back what they wrote to inputs.
+    """
+
+    @property
+    def calls(self) -> Sequence[Callable[[], None]]:
+        """In order: `replay` of each of the backend's graphs, and the splitting ops in between."""
+
+    @property
+    def outputs(self) -> Any:
+        """The static results."""
+
+    @property
+    def copied_inputs(self) -> Sequence[Tensor]:
+        """The static inputs that a step's are copied to."""
+
+    def at(self, sizes: Sizes) -> tuple[Load, FreshResults]:
+        """What loads inputs of these sizes, and the results of that many rows.
+
+        Raises BatchExceeded for sizes above the padded ones.
+        """
+
+    def copy_back(self, tensors: tuple[Any, ...]) -> None:
+        """Copy what the calls wrote to static inputs to `tensors`, the inputs of the step."""
+
+    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
+        """All of a step, at once: a `Replay`."""
+
+
 class GraphBackend(Protocol):
-    """A way to capture and replay on one device."""
+    """A way to capture and replay on one device. Several prepared models may share one."""
 
     name: str
     runs_python: bool
     """Whether a replay runs Python of the captured region again, as an emulation does."""
+
+    @property
+    def graph_class(self) -> type[Any] | None:
+        """The class, such as `torch.cuda.CUDAGraph`, whose `capture_begin` begins each capture;
+        None if captures do not begin so."""
 
     def new_pool(self) -> Any:
         """A handle of new memory that captures share."""
@@ -108,6 +166,25 @@ class GraphBackend(Protocol):
     def order_steps(self) -> Callable[[], None] | None:
         """Called before a step writes to static memory: what the last step queued comes before.
         None where there is no queue."""
+
+    def link(self, code: Code, compiled: CompiledModel) -> Code:
+        """What a step calls to run without a graph: `code`, which is that of `compiled`, or what
+        runs it later."""
+
+    def install(self, graph: BoundGraph, compiled: CompiledModel) -> Replay:
+        """What a step calls to replay `graph`, recorded from `compiled`: `graph.replay`, or what
+        makes its calls later."""
+
+    @property
+    def poison_result(self) -> Callable[[Tensor], object] | None:
+        """Overwrites a static result after the next step of the model, if that was another graph's:
+        code that has kept the result must not find its values. None where nothing does."""
+
+    def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """Entered while a function is recorded by captures of this thread, one after the other.
+
+        While `is_open()`, one of them is open. Here an emulation refuses what a device would.
+        """
 
     def begin(self, pool: Any, ownership: Ownership) -> Capture:
         """Open a capture into `pool`, in which nobody else's work can get.
@@ -136,5 +213,5 @@ class GraphBackend(Protocol):
     def wait(self) -> None:
         """Wait for the work of the current stream."""
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """The end of the work that was queued so far."""

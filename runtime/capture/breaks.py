@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from ...compile.ir.locations import op_line
 from ...compile.ir.ops import resolve_op, tensors_in
@@ -21,12 +22,21 @@ from ...errors import HostCopyInCapture, HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
 from ...torch_compat.compiling.regions import regions_through
-from ..parts.proof.row_mixing import WITHOUT_BREAKS
 from .recorder import ACTIVE
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Fn = Callable[..., Any]
+
+
+class StandIn(Protocol):
+    """Stands in for breaks, in runs of a model without them."""
+
+    def call(self, name: str, fake: Fn, args: Any, kwargs: Any) -> Any: ...
+
+
+WITHOUT_BREAKS: ContextVar[StandIn | None] = ContextVar("without_breaks", default=None)
+"""What stands in for the breaks of this thread."""
 
 
 @overload

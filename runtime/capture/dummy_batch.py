@@ -10,7 +10,7 @@ cache slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
+from ...torch_compat.basics.devices import devices_in_use
 from ..backends.ownership import error_line
 from ..core.code import ModelCode
-from ..core.preserved import preserve_contents, preserve_rows
+from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
-from ..parts.regions.regions import Regions
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -58,7 +58,7 @@ class _Layers(Mapping[str, Any]):
 class DummyBatch:
     """A batch of zero real rows that fills `descriptor`, on static `inputs`.
 
-    `state` are the model's own tensors that the code writes to. `check`: see `preserve_rows`.
+    `state` are the model's own tensors that the code writes to. `check`: see `preserve`.
     """
 
     descriptor: BatchDescriptor
@@ -83,10 +83,10 @@ class DummyBatch:
         context.layers = noting = _Layers(layers)
         inputs = self.inputs
         try:
-            with torch.no_grad(), preserve_rng_state(), preserve_contents(inputs.filled):
+            with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
                 inputs.fill_padding()
                 written = [*inputs.written_in_place, *self.state]
-                with preserve_rows(written, inputs.views, self.check), forward_context(context):
+                with preserve(written, inputs.views, self.check), forward_context(context):
                     yield inputs.views
         except KeyError as error:
             if noting.missing is None or error.args != (noting.missing,):
@@ -120,14 +120,15 @@ class DummyBatches:
         code: ModelCode,
         inputs: StaticInputs,
         context: ForwardContext,
-        regions: Regions,
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
+        """`around` gives what is entered while a batch runs."""
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
         self._code = code
         self._inputs = inputs
-        self._regions = regions
+        self._around = around
         self._checked = False  # all sizes run the same code
         self._refused: OtherRowsWritten | None = None
 
@@ -142,7 +143,7 @@ class DummyBatches:
             raise self._refused
         try:
             in_context = batch.in_context(self.context, self.metadata_for)
-            with self._regions.compiling(), in_context as views:
+            with self._around(), in_context as views:
                 yield views
         except OtherRowsWritten as error:
             self._refused = error
@@ -186,7 +187,6 @@ def model_state(compiled: CompiledModel) -> list[Tensor]:
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
     """Restore torch's random generators at the end; a device's only if it is in use."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if in_use else ()
-    with torch.random.fork_rng(devices=devices):
+    device_type, devices = devices_in_use()
+    with torch.random.fork_rng(devices, device_type=device_type):
         yield

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-import torch
-
-from ...compile.ir.serialization import dtype_name
 from ...compile.plan.compiled_model import CompiledModel
+from ...config import Config, named_ops
 from ...dispatch import Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
-from ...torch_compat.basics.tensors import writes_counted
-from ..backends.replay.delayed_graph import DelayedGraph
-from ..backends.replay.work_queue import WorkQueue
+from ..backends.protocol import GraphBackend
 from ..core.code import ModelCode
-from ..core.records import HostValues, Records, UnwatchedTensors
-from ..parts.checks.address_checks import HostValue, MetadataAddresses, tensors_by_path
-from ..parts.checks.shared_memory import named_weights
 from .breaks import recordable
 from .dummy_batch import DummyBatches
-from .installed_graph import InstalledGraph, WritingGraph, name_segments
-from .recorder import record
+from .installed_graph import BoundRecording, InstalledGraph
+from .recorder import Notes, record
 from .recording import Recording, SegmentKind
 from .session import CaptureSession, capture_failure
 
@@ -31,31 +25,35 @@ NOTHING_BREAKS = (
 )
 
 
-class GraphSet:
-    """The graphs of one prepared model; `installed[NO_GRAPH]` is None.
+class GraphParts(Protocol):
+    """What the parts of a model do about graphs; see `part.Part`."""
 
-    `runs_python` says whether Python that is recorded runs again in a replay; `queue` delays work.
-    """
+    def notes(self) -> Notes | None: ...
+    def around_recording(self) -> AbstractContextManager[Any]: ...
+    def installed(self, graph: InstalledGraph) -> None: ...
+    def freed(self, graph: InstalledGraph) -> None: ...
+    def failed(self, error: Exception) -> None: ...
+
+
+class GraphSet:
+    """The graphs of one prepared model; `installed[NO_GRAPH]` is None."""
 
     def __init__(
         self,
+        config: Config,
+        backend: GraphBackend,
         code: ModelCode,
         dummies: DummyBatches,
         dispatcher: Dispatcher,
-        records: Records,
-        splitting_ops: Sequence[str],
-        runs_python: bool,
-        queue: WorkQueue | None = None,
+        parts: GraphParts,
     ) -> None:
         self.installed: list[InstalledGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
+        self._splitting_ops = named_ops(config.splitting_ops)
+        self._backend = backend
         self._code = code
         self._dummies = dummies
         self._dispatcher = dispatcher
-        self._records = records
-        self._splitting_ops = splitting_ops
-        self._runs_python = runs_python
-        self._queue = queue
-        self._unwatched: set[int] = set()
+        self._parts = parts
         self._recordable: tuple[CompiledModel, Callable[..., Any]] | None = None
 
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
@@ -74,20 +72,22 @@ class GraphSet:
             self._recordable = compiled, recordable(compiled, self._splitting_ops)
         try:
             batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
-            with self._code.captured(), batch as views:
-                writes = {} if compiled.traced else _writes(compiled.model)
+            with batch as views, self._parts.around_recording():
                 modules = compiled.model.named_modules() if not compiled.traced else ()
                 recording = record(
                     self._recordable[1], views, session, name=name, breaks=breaks,
                     modules={id(module): path for path, module in modules},
+                    notes=self._parts.notes(),
                 )  # fmt: skip
-                now = _writes(compiled.model) if writes else {}
-                self._code.note_written(n for n, count in now.items() if count != writes.get(n))
                 recording.metadata = self._dummies.context.metadata
-        except (CaptureFailed, DummyStepFailed, ModelChanged):
+        except (CaptureFailed, DummyStepFailed, ModelChanged) as error:
+            self._parts.failed(error)
             raise
         except Exception as error:
-            raise capture_failure(error, name) from error
+            failure = capture_failure(error, name)
+            failure.__cause__ = error
+            self._parts.failed(failure)
+            raise failure from error
         finally:
             session.finalize()
         if breaks and not compiled.traced and not _breaks(recording):
@@ -97,26 +97,17 @@ class GraphSet:
 
     def install(self, graph_index: int, recording: Recording) -> None:
         """Let steps use a recording."""
-        plan = self._code.compiled.plan
-        inputs, addresses = self._dummies.inputs(graph_index), self._code.addresses.snapshot()
-        addresses.values = self._host_values(recording)
-        kind = WritingGraph if inputs.written else InstalledGraph
-        metadata = None
-        if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
-            read = MetadataAddresses(recording.metadata, recording.ownership.found())
-            metadata = read or None
-            checked = addresses.addresses() | {view.data_ptr() for view in inputs.views}
-            checked |= read.addresses()
-            self._report_unwatched(recording, checked)
+        compiled, inputs = self._code.compiled, self._dummies.inputs(graph_index)
+        graph = InstalledGraph(
+            graph_index,
+            self._dispatcher.plan.entries[graph_index],
+            recording,
+            inputs,
+            self._backend.install(BoundRecording(recording, inputs, compiled.plan), compiled),
+            runs_python=self._backend.runs_python or _breaks(recording),
+        )
+        self._parts.installed(graph)
         recording.metadata = None
-        if self._code.ranged:
-            self._name_segments(graph_index, recording)
-        python = self._runs_python or _breaks(recording)
-        parts = recording, inputs, addresses, metadata, python
-        if self._queue is None:
-            graph = kind(plan, *parts)
-        else:
-            graph = DelayedGraph(self._queue, self._code.compiled, *parts)
         self.installed[graph_index] = graph
         self._dispatcher.set_captured(graph_index, True)
 
@@ -126,86 +117,19 @@ class GraphSet:
         if graph is not None:
             self._dispatcher.set_captured(graph_index, False)
             graph.recording.release()
-        if not any(self.installed):
-            self._code.no_graphs()
+            self._parts.freed(graph)
+
+    def present(self) -> list[InstalledGraph]:
+        """The captured graphs."""
+        return [graph for graph in self.installed if graph is not None]
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
-        return [(index, graph.recording) for index, graph in self._present()]
-
-    def stale(self) -> dict[int, list[str]]:
-        """Graphs that read tensors which were moved or freed, and the names of these tensors."""
-        moved = {index: graph.addresses.moved() for index, graph in self._present()}
-        return {index: names for index, names in moved.items() if names}
-
-    def set_ranges(self, on: bool) -> None:
-        """Put what replays run into ranges for profilers, or no longer."""
-        self._code.set_ranges(on)
-        for graph_index, recording in self.recordings():
-            if on:
-                self._name_segments(graph_index, recording)
-            else:
-                recording.link()
-
-    def _name_segments(self, graph_index: int, recording: Recording) -> None:
-        size = self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
-        name_segments(recording, self._code.compiled.plan.at(size))
+        return [(graph.index, graph.recording) for graph in self.present()]
 
     def close(self) -> None:
         """Forget the code. All recordings were removed."""
         self._recordable = None
-
-    def _host_values(self, recording: Recording) -> tuple[HostValue, ...]:
-        """Tensors on the host whose value a graph has; on a CPU those that a move of the model to a
-        device would leave on the host: attributes that are no buffers."""
-        model = self._code.compiled.model
-        attributes = {
-            value.data_ptr(): f"{path}.{name}".lstrip(".")
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, torch.Tensor)
-        }
-        names = {} if self._runs_python else {t.data_ptr(): n for n, t in named_weights(model)}
-        names |= attributes
-        values = tuple(
-            HostValue(
-                names.get(tensor.data_ptr(), f"a {dtype_name(tensor.dtype)} tensor"), tensor, w
-            )
-            for tensor, w in recording.ownership.baked()
-            if tensor.data_ptr() in names or not self._runs_python
-        )
-        if values:
-            self._records.add(HostValues(recording.name, [value.name for value in values]))
-        return values
-
-    def _report_unwatched(self, recording: Recording, checked: set[int]) -> None:
-        """Record once each tensor that a FULL graph reads and whose address no step checks."""
-        unwatched = {
-            place: tensor
-            for tensor in recording.ownership.found()
-            if checked.isdisjoint({tensor.data_ptr(), place := tensor.untyped_storage().data_ptr()})
-            and place not in self._unwatched
-        }
-        if unwatched:
-            self._unwatched |= set(unwatched)
-            layers = tensors_by_path("layers", dict(self._dummies.context.layers))
-            names = {t.untyped_storage().data_ptr(): path for path, t in layers}
-            tensors = [
-                f"{names.get(place, 'a tensor')}: {dtype_name(t.dtype)}{list(t.shape)}"
-                for place, t in unwatched.items()
-            ]
-            self._records.add(UnwatchedTensors(recording.name, tensors))
-
-    def _present(self) -> Iterator[tuple[int, InstalledGraph]]:
-        for index, graph in enumerate(self.installed):
-            if graph is not None:
-                yield index, graph
-
-
-def _writes(model: torch.nn.Module) -> Mapping[str, int]:
-    """How many writes torch has counted on each weight; it counts none on inference tensors."""
-    named = named_weights(model)
-    return {name: writes_counted(tensor) for name, tensor in named if not tensor.is_inference()}
 
 
 def _breaks(recording: Recording) -> bool:

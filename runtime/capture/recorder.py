@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -32,9 +32,7 @@ from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
-from ..backends.replay.host_copies import HostCopies
-from ..forward_context import CURRENT
-from ..parts.checks.step_reads import NotingContext, StepReads
+from ..forward_context import CURRENT, ForwardContext
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
@@ -52,6 +50,7 @@ def record(
     name: str,
     breaks: bool,
     modules: Mapping[int, str] = {},
+    notes: Notes | None = None,
 ) -> Recording:
     """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity.
 
@@ -60,7 +59,7 @@ def record(
     """
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
-    recorder = Recorder(session, breaks, modules)
+    recorder = Recorder(session, breaks, modules, notes)
     token = ACTIVE.set(recorder)
     try:
         with regions_noted(recorder.note_region):
@@ -71,7 +70,7 @@ def record(
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
-        with recorder.host_copies():
+        with recorder.as_on_a_device():
             outputs = recorder.in_context(fn)(*inputs)
         recorder.finish()
     except BaseException as error:
@@ -82,7 +81,7 @@ def record(
     finally:
         ACTIVE.reset(token)
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
-    recording.reads = recorder.reads
+    recording.notes = notes
     recording.outputs = recorder.weak(outputs)
     now = session.backend.memory()
     recording.seconds, recording.bytes = perf_counter() - began, now.growth(before)
@@ -91,10 +90,49 @@ def record(
     return recording
 
 
+class Notes(Protocol):
+    """Notes what Python reads of a step while a graph is captured, as long as it is `open`."""
+
+    open: bool
+
+    def context(self, context: ForwardContext) -> Any:
+        """What stands for `context` in the captured region, and notes what is read of it."""
+
+    def facts(self) -> dict[str, str]:
+        """By path: the value, and where it was read."""
+
+
+class CaptureContext:
+    """The forward context of a capture, in which Python inside its graphs always runs.
+
+    On a device such Python runs once. An emulated replay runs it with the values of the capture.
+    """
+
+    def __init__(self, context: ForwardContext, notes: Notes | None) -> None:
+        fixed = ForwardContext(
+            context.layers, context.metadata, context.decision, context.num_tokens
+        )
+        self._context = fixed if notes is None else notes.context(fixed)
+
+    def call(self, fn: Fn, *args: Any) -> Any:
+        """`fn(*args)` in this context."""
+        token = CURRENT.set(self._context)
+        try:
+            return fn(*args)
+        finally:
+            CURRENT.reset(token)
+
+
 class Recorder:
     """One capture in progress: the segments so far and the graph that is open, if any."""
 
-    def __init__(self, session: CaptureSession, breaks: bool, modules: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        session: CaptureSession,
+        breaks: bool,
+        modules: Mapping[int, str],
+        notes: Notes | None,
+    ) -> None:
         self.breaks = breaks
         self._module_names = modules
         self.segments: list[Segment] = []
@@ -106,29 +144,30 @@ class Recorder:
         self._has_regions = False
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
-        self.reads = StepReads()
+        self._notes = notes
         context = CURRENT.get()
-        self._context = NotingContext(context, self.reads) if context is not None else None
+        self._context = CaptureContext(context, notes) if context is not None else None
 
     def note_region(self) -> None:
         """The warm-up run enters a region that the model compiles itself."""
         self._has_regions |= ACTIVE.get() is self  # not a region of another thread
 
-    def host_copies(self) -> AbstractContextManager[Any]:
-        """Refuse copies from the host that a CPU does not show. A function mode would have the
-        regions of the model compiled once more."""
-        emulated = self._session.backend.runs_python and not self._has_regions
-        return HostCopies(lambda: self._open is not None) if emulated else nullcontext()
+    def as_on_a_device(self) -> AbstractContextManager[Any]:
+        """Let the backend refuse what a device would, but in no model with regions that it compiles
+        itself: a mode of the backend would have them compiled once more."""
+        if self._has_regions:
+            return nullcontext()
+        return self._session.backend.recording(lambda: self._open is not None)
 
     def begin(self) -> None:
         """Open a graph."""
-        self.reads.open = True
+        self._note(True)
         self._open = self._session.begin(self.ownership)
 
     def end(self) -> None:
         """Close the open graph. One without operations is no segment."""
         assert self._open is not None
-        self.reads.open = False
+        self._note(False)
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
@@ -192,9 +231,14 @@ class Recorder:
         """`fn` in the forward context of this capture, also in later replays."""
         return fn if self._context is None else partial(self._context.call, fn)
 
+    def _note(self, on: bool) -> None:
+        """Note what Python reads from now on, or no longer."""
+        if self._notes is not None:
+            self._notes.open = on
+
     def abort(self) -> None:
         """Drop the open graph and all others."""
-        self.reads.open = False
+        self._note(False)
         if self._open is not None:
             self._open.abort()
         for graph in self.graphs:

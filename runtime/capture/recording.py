@@ -21,7 +21,6 @@ from ...torch_compat.basics.ops import OpOverload, without_frame
 from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
-from ..parts.checks.step_reads import StepReads
 
 
 class SegmentKind(StrEnum):
@@ -56,15 +55,15 @@ class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use; `reads` is what Python read of it
-    and of the step. `bytes` is by how much the memory
-    grew that is taken on the device, `allocated` the part of torch's allocator: the driver takes
-    memory for executable graphs.
+    `metadata` is what it was captured with, until it is in use; `notes` are what Python read of it
+    and of the step, see `recorder.Notes`. `bytes` is the growth of device
+    memory, `allocated` the part of it in torch's allocator: the driver takes memory for executable
+    graphs.
     """
 
     __slots__ = (
-        "allocated", "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership",
-        "reads", "replay", "seconds", "segments",
+        "allocated", "bytes", "calls", "graphs", "metadata", "name", "notes", "outputs",
+        "ownership", "replay", "seconds", "segments",
     )  # fmt: skip
 
     def __init__(
@@ -76,7 +75,7 @@ class Recording:
         self.ownership = ownership
         self.outputs: Any = None
         self.metadata: Any = None
-        self.reads: StepReads | None = None
+        self.notes: Any = None
         self.seconds = 0.0
         self.bytes = self.allocated = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)
@@ -97,7 +96,7 @@ class Recording:
             "bytes": self.bytes,
             "allocated": self.allocated,
             "copied_results": sorted({op for segment in self.segments for op in segment.copied}),
-            "python_reads": self.reads.facts() if self.reads else {},
+            "python_reads": self.notes.facts() if self.notes else {},
         }
 
     @property

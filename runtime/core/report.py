@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ...cache import Cache
 from ...cache.names import blob_names, entry_names
@@ -26,19 +26,12 @@ from .records import (
 from .usage import Usage
 
 
-class Ledger(Protocol):
-    """Who owns which bytes."""
-
-    def rows(self) -> list[dict[str, Any]]: ...
-
-
 def build_report(
     records: Records,
     plan: Plan,
     resolved: ResolvedMode,
     usage: Usage,
     cache: Cache,
-    ledger: Ledger,
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = records.compile.bundle
@@ -53,6 +46,7 @@ def build_report(
         "cache": {
             "hit": bundle is not None and bundle.hit,
             "reason": bundle.reason if bundle is not None else None,
+            "detail": bundle.detail if bundle is not None else None,
             "verified": verified(records),
             "not_cacheable": list(records.compile.not_cacheable),
             **_stored(cache),
@@ -75,10 +69,11 @@ def build_report(
             "reasons": mode_reasons(resolved),
         },
         **_record_facts(records, (kind for kind in record_kinds() if kind not in of_startup)),
-        "memory": ledger.rows(),
+        "memory": [],  # who owns which bytes, where a part knows it
         **_record_facts(records, of_startup),
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
+        "shadow": None,  # of the part that proves steps
     }
 
 

@@ -18,28 +18,21 @@ from torch import Tensor
 
 from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
-from ...config import Padding, Steps, check_choice
+from ...config import Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.basics.tensors import storage_id, zero_all
-
-Load = Callable[[tuple[Tensor, ...]], None]
-Mark = Callable[[], None]
-Sizes = tuple[int, ...]
+from ..backends.protocol import Load
+from .padding import ZEROS, Fill, PaddingPolicy, padding_policy
 
 
 @dataclass(frozen=True, slots=True)
 class StaticInputSpec:
-    """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed.
-
-    REPEAT repeats the last real row (zeros if there is none); SENTINEL writes `sentinel`, such as
-    a cache slot reserved for padding.
-    """
+    """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed."""
 
     name: str
     dims: tuple[int | str, ...]
     dtype: torch.dtype
-    padding: Padding = Padding.ZERO
-    sentinel: int | float = 0
+    padding: PaddingPolicy = ZEROS
     written: bool = False
     """Whether the model writes to it."""
     stride: tuple[int, ...] = ()
@@ -166,15 +159,14 @@ class BoundInputs:
     def fill_padding(self) -> None:
         """Write the padding value of each input into all of it: a batch of zero real rows.
 
-        KEEP and REPEAT have no value of their own, so zeros are written. An engine's buffer without
-        a dynamic dimension has no padding and stays as it is.
+        An engine's buffer without a dynamic dimension has no padding and stays as it is.
         """
         self._inputs.loaded = None
         if self._inputs.order_steps is not None:
             self._inputs.order_steps()
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             if spec.dynamic or spec.name not in self._inputs.owned:
-                view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
+                view.fill_(spec.padding.value)
 
     @property
     def copied(self) -> list[Tensor]:
@@ -217,7 +209,7 @@ class BoundInputs:
                 copies.append((position, partial(_must_stay, spec.name, *place)))
             else:
                 copies.append((position, target.copy_))
-            others_write = owned or spec.written or spec.padding is Padding.REPEAT
+            others_write = owned or spec.written or spec.padding.each_step
             (every_step if others_write else fills).extend(_fills(spec, view, shape))
         extent = Extent(self, real)
         return partial(
@@ -259,10 +251,6 @@ def _load(
             for fill in fills:
                 fill()
         inputs.loaded = extent
-
-
-Fill = Tensor | Callable[[], object]
-"""A part to be set to zero, or what writes other padding."""
 
 
 def _joined(fills: list[Fill]) -> tuple[Callable[[], object], ...]:
@@ -331,13 +319,9 @@ def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterat
         before = [(0, n) for n in real[:dim]]
         after = [(0, n) for n in view.shape[dim + 1 :]]
         part = _box(view, [*before, (size, padded), *after])
-        if spec.padding is Padding.REPEAT and size > 0:
-            last = _box(view, [*before, (size - 1, size), *after])
-            yield partial(part.copy_, last.expand_as(part))
-        elif spec.padding is Padding.SENTINEL and spec.sentinel != 0:
-            yield partial(part.fill_, spec.sentinel)
-        elif spec.padding is not Padding.KEEP:
-            yield part
+        last = _box(view, [*before, (size - 1, size), *after]) if size > 0 else None
+        if (fill := spec.padding.fill(part, last)) is not None:
+            yield fill
 
 
 def split_buffers(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -371,15 +355,12 @@ def allocate_inputs(
     labels = {symbol.name: symbol.label for symbol in plan.symbols}
     specs = []
     for item in plan.inputs:
-        name = item.label
-        padding, sentinel = steps.padding_of(name)
         specs.append(
             StaticInputSpec(
-                name=name,
+                name=item.label,
                 dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
                 dtype=getattr(torch, item.dtype),
-                padding=padding,
-                sentinel=sentinel,
+                padding=padding_policy(steps, item.label),
                 written=item.written,
                 stride=item.stride,
             )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ...compile.ir.config import TOKENS
 from ...dispatch import (
@@ -20,113 +20,77 @@ from ...dispatch import (
     RuntimeMode,
 )
 from ...errors import (
-    AutocastActive,
     BatchInvalid,
     BatchMismatch,
     DecisionOfAnother,
     ModelClosed,
     StepInProgress,
 )
-from ...torch_compat.basics.tensors import (
-    is_autocast_enabled,
-    is_grad_enabled,
-    set_grad_enabled,
-    tree_map_only,
-)
-from ..backends.protocol import Event
+from ...torch_compat.basics.tensors import is_grad_enabled, set_grad_enabled, tree_map_only
+from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
-from ..parts.checks.address_checks import MetadataAddresses
-from ..parts.checks.step_reads import StepReads
-from ..parts.log.step_log import StepLog, StepObserver
 from .binding import Bind, binder, packer
+from .check import CheckStep
 from .code import ModelCode
-from .static_inputs import Mark, Sizes
-from .usage import IdleSteps, Usage
+from .usage import Usage
 
 
 class StepGraph(Protocol):
     """A captured graph as steps use it."""
 
+    checks: tuple[CheckStep, ...]
+
     @property
     def runs_python(self) -> bool: ...
     @property
-    def metadata(self) -> MetadataAddresses | None: ...
-    @property
-    def reads(self) -> StepReads | None: ...
-    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]: ...
-    def poison(self) -> None: ...
+    def replay(self) -> Replay: ...
+    def poison(self, overwrite: Callable[[Tensor], object]) -> None: ...
 
 
 class BetweenSteps(Protocol):
-    """What may change graphs or code before a step, asked while it is `active`.
-
-    Steps of a decision in `idle_steps` need not ask; they are counted there.
-    """
+    """What the parts of a model do around a step; see `part.Part`. Empty while there is nothing."""
 
     @property
-    def active(self) -> bool: ...
+    def before_step(self) -> tuple[Callable[[Batch | None], None], ...]: ...
     @property
-    def idle_steps(self) -> dict[int, IdleSteps]: ...
-    def before_step(
-        self,
-        batch: Batch,
-        decision: Decision,
-        allowed_modes: Collection[RuntimeMode] | None,
-        excluded_modes: Collection[RuntimeMode] | None,
-    ) -> bool:
-        """Whether the step may be decided otherwise now."""
-        ...
+    def decided(self) -> tuple[Callable[..., bool], ...]: ...
 
 
-class Steps:
-    """The steps of one prepared model. `use` says what they run."""
+class StepRunner:
+    """Dispatches and runs the steps of one prepared model. `use` says what they run."""
 
     code: ModelCode
     dispatcher: Dispatcher
-    between: BetweenSteps
     _graphs: Sequence[StepGraph | None]
     _bind: Bind
 
     def __init__(
-        self,
-        context: ForwardContext,
-        usage: Usage,
-        max_num_reqs: int,
-        event: Callable[[], Event],
-        *,
-        poisons: bool,
-    ) -> None:
-        """`event` is the backend's. `poisons` poisons the results of a graph once another step has
-        run."""
+        self, context: ForwardContext, usage: Usage, max_num_reqs: int, backend: GraphBackend,
+        parts: BetweenSteps,
+    ) -> None:  # fmt: skip
         self.context = context
         self.usage = usage
         self.running = False
-        self.step_log: StepLog | None = None
+        self.checks: tuple[CheckStep, ...] = ()
+        """What a step without a graph must satisfy."""
         self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
+        self._parts = parts
         self._max_num_reqs = max_num_reqs
-        self._event = event
-        self._copied: Event | None = None
+        self._event = backend.event
+        self._copied: DeviceEvent | None = None
         """Of the last step, once an engine has asked for it: an event costs a step time."""
-        self._poisons = poisons
-        self._observers: tuple[StepObserver, ...] = ()
+        self._poison_result = backend.poison_result
         self._last_graph: StepGraph | None = None
 
     def use(
-        self,
-        code: ModelCode,
-        dispatcher: Dispatcher,
-        graphs: Sequence[StepGraph | None],
-        between: BetweenSteps,
+        self, code: ModelCode, dispatcher: Dispatcher, graphs: Sequence[StepGraph | None]
     ) -> None:
         """Run steps with `code` from now on, and with `graphs` by graph index."""
         plan = code.compiled.plan
         self.code = code
         self.dispatcher = dispatcher
-        self.between = between
         self._graphs = graphs
-        if self.step_log is not None:
-            self.step_log.dispatcher = dispatcher
         self._bind = binder(plan, inspect.signature(code.compiled.model.forward))
         self._pack = packer(plan)
         self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
@@ -144,20 +108,14 @@ class Steps:
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> Decision:
         """See `PreparedModel.dispatch`."""
+        for before_step in self._parts.before_step:
+            before_step(batch)
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         if batch.num_reqs > self._max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
-        between = self.between
-        if between.active:
-            if self.running:
-                raise StepInProgress()
-            idle = between.idle_steps.get(id(decision))
-            if idle is not None and batch.num_reqs >= idle.num_reqs:
-                idle.steps += 1
-            elif between.before_step(batch, decision, allowed_modes, excluded_modes):
+        for decided in self._parts.decided:
+            if decided(batch, decision, allowed_modes, excluded_modes):
                 decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
-        for observer in self._observers:
-            observer.dispatched(batch, decision)
         return decision
 
     def run(
@@ -170,20 +128,10 @@ class Steps:
     ) -> Any:
         """Run one step, see `PreparedModel.run`; `stated` are the tokens that its batch states,
         where that is known."""
-        if self._observers:
-            with self._observing(decision, args, kwargs, metadata):
-                return self.run(decision, args, kwargs, metadata, stated)
-        if is_autocast_enabled():
-            raise AutocastActive(action="the step")
         tensors, sizes = self._bind(stated, *args, **kwargs)
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
-        code = self.code
-        if code.memory_check is not None:
-            code.memory_check(tensors)
-        if code.model_check is not None:
-            code.model_check.check_step()
         graph = self._graph_of(decision)
         if graph is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
@@ -197,6 +145,8 @@ class Steps:
             context.metadata = metadata
             context.decision = decision
             context.num_tokens = num_tokens
+            for check in self.checks if graph is None else graph.checks:
+                check(context, tensors)
             if needs_context:
                 CURRENT.set(context)
             if with_grad:
@@ -211,10 +161,6 @@ class Steps:
                 else:
                     results = self.code.run(tensors)
             else:
-                if graph.metadata is not None:
-                    graph.metadata.check(metadata)
-                if graph.reads is not None:
-                    graph.reads.check(context)
                 results = graph.replay(tensors, sizes, copied)
             self.running = False
             if needs_context:
@@ -227,8 +173,8 @@ class Steps:
             set_grad_enabled(with_grad)
             raise
         self.usage.count(decision, num_tokens)
-        if self._poisons:
-            self._poison_old_results(graph)
+        if self._poison_result is not None:
+            self._poison_old_results(graph, self._poison_result)
         return self._pack(results, tensors)
 
     def _graph_of(self, decision: Decision) -> StepGraph | None:
@@ -251,7 +197,7 @@ class Steps:
             each.label for each in inputs if without_graph or each.written or each.label in owned
         )
 
-    def copied(self) -> Event:
+    def copied(self) -> DeviceEvent:
         """See `PreparedModel.copies_done`."""
         if self._copied is None:
             self._copied = self._event()
@@ -281,22 +227,6 @@ class Steps:
 
         return code, uncompiled
 
-    def observe(self, observer: StepObserver) -> None:
-        """Tell `observer` about each step from now on."""
-        self._observers = (*self._observers, observer)
-
-    def unobserve(self, observer: StepObserver) -> None:
-        """Stop telling `observer`. Idempotent."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
-
-    def keep(self, count: int) -> None:
-        """Log the last `count` steps; 0 ends the log."""
-        if self.step_log is not None:
-            self.unobserve(self.step_log)
-        self.step_log = StepLog(self.dispatcher, count) if count else None
-        if self.step_log is not None:
-            self.observe(self.step_log)
-
     def forget_results(self) -> None:
         """All graphs are freed: the results of the last one are not poisoned."""
         self._last_graph = None
@@ -304,35 +234,18 @@ class Steps:
     def close(self) -> None:
         """Steps raise ModelClosed from now on. All graphs were released."""
         self._bind = _refuse
+        self.checks = ()
         self.before_padding = nothing
         self.context.layers = {}
         self.code.close()
 
-    def _poison_old_results(self, graph: StepGraph | None) -> None:
+    def _poison_old_results(
+        self, graph: StepGraph | None, overwrite: Callable[[torch.Tensor], object]
+    ) -> None:
         """Poison the results of the last graph, unless `graph` has just overwritten them."""
         if self._last_graph is not None and self._last_graph is not graph:
-            self._last_graph.poison()
+            self._last_graph.poison(overwrite)
         self._last_graph = graph
-
-    @contextmanager
-    def _observing(
-        self, decision: Decision, args: Any, kwargs: Any, metadata: Any
-    ) -> Iterator[None]:
-        """Tell the observers of a step that runs inside, and nobody of its own call of `run`."""
-        observers, self._observers = self._observers, ()
-        raised: BaseException | None = None
-        try:
-            for observer in observers:
-                observer.began(decision, args, kwargs, metadata)
-            yield
-        except BaseException as error:
-            raised = error
-            raise
-        finally:
-            self._observers = observers
-            done = decision if raised is not None else self.context.decision
-            for observer in reversed(observers):
-                observer.ended(done, self.context.num_tokens, raised)
 
 
 def nothing() -> None:

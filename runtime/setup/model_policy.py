@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
 from ...compile.ir.config import TOKENS
 from ...compile.plan.compiled_model import CompiledModel
-from ...config import Config, Padding, named_ops, without_tokens
+from ...config import Config, named_ops, without_tokens
 from ...dispatch import (
     Dispatcher,
-    DispatchPlan,
     GraphMode,
     PaddingLimit,
     Phase,
@@ -22,38 +21,69 @@ from ...dispatch import (
 )
 from ..capture.breaks import recordable
 from ..capture.dummy_batch import preserve_rng_state
+from ..core.padding import padding_policy
 from ..core.records import BucketHole, BucketsMissing, Records, RowsMixed
-from ..parts.proof.row_mixing import find_mixed_rows
 from .policy import Policy, dispatch_plan
 
 NO_PADDING = PaddingLimit(tokens=0)
 
 
-def model_policy(
-    config: Config,
-    plan: DispatchPlan,
-    resolved: ResolvedMode,
-    device: torch.device,
-    records: Records,
-    owned: Collection[str],
-    compiled: CompiledModel,
-) -> Policy:
-    """The dispatch policy for compiled code: `plan` without sizes that the code cannot run or must
-    not pad to. `owned` are inputs that the engine writes itself."""
-    lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
-    if not lows:
-        raise without_tokens(config.inputs)
-    ends = tuple(trace.plan.ranges[-1].high for trace in compiled.traces()[:-1])
-    plan = replace(plan.without_sizes_below(lows[0]), ends=ends)
-    pads = config.sizes.padding_limit != NO_PADDING
-    if plan.entries and pads and _mixes_rows(compiled, config, device, records):
-        unpadded = dispatch_plan(resolved.mode, config.changed(sizes={"padding_limit": NO_PADDING}))
-        plan = replace(unpadded.without_sizes_below(lows[0]), ends=ends)
-    for size in _padded_whole(compiled, config, owned) if plan.entries else ():
-        if _mixes_rows(compiled, config, device, records, size):
-            plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
-            break
-    return Policy(resolved, Dispatcher(plan))
+FindMixedRows = Callable[..., Iterable[RowsMixed]]
+"""`parts.proof.row_mixing.find_mixed_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPolicy:
+    """Gives the dispatch policy for compiled code: without sizes that the code cannot run or must
+    not pad to.
+
+    `owned` are inputs that the engine writes itself. Without `find_mixed_rows` padding is trusted.
+    """
+
+    config: Config
+    resolved: ResolvedMode
+    device: torch.device
+    records: Records
+    owned: Collection[str]
+    find_mixed_rows: FindMixedRows | None
+
+    def __call__(self, compiled: CompiledModel) -> Policy:
+        lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
+        config, mode = self.config, self.resolved.mode
+        if not lows:
+            raise without_tokens(config.inputs)
+        ends = tuple(trace.plan.ranges[-1].high for trace in compiled.traces()[:-1])
+        plan = replace(dispatch_plan(mode, config).without_sizes_below(lows[0]), ends=ends)
+        pads = config.sizes.padding_limit != NO_PADDING
+        if plan.entries and pads and self._mixes_rows(compiled):
+            unpadded = dispatch_plan(mode, config.changed(sizes={"padding_limit": NO_PADDING}))
+            plan = replace(unpadded.without_sizes_below(lows[0]), ends=ends)
+        for size in _padded_whole(compiled, config, self.owned) if plan.entries else ():
+            if self._mixes_rows(compiled, size):
+                plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
+                break
+        return Policy(self.resolved, Dispatcher(plan))
+
+    def _mixes_rows(self, compiled: CompiledModel, size: str = TOKENS) -> bool:
+        """Whether padding of `size` would change real rows."""
+        if self.find_mixed_rows is None:
+            return False
+        labels = [item.label for item in compiled.plan.inputs]
+        padding = {label: padding_policy(self.config.steps, label) for label in labels}
+        sentinels = {name: each.value for name, each in padding.items() if each.is_sentinel}
+        with preserve_rng_state(), torch.no_grad():
+            ops = named_ops(self.config.splitting_ops)
+            forward = None if compiled.traced else recordable(compiled, ops)
+            pieces = [
+                mixed
+                for trace in compiled.traces()
+                for mixed in self.find_mixed_rows(
+                    trace, self.device, size=size, sentinels=sentinels, forward=forward
+                )
+            ]
+        for mixed in pieces:
+            self.records.add(mixed)
+        return bool(pieces)
 
 
 def find_bucket_holes(config: Config, records: Records) -> None:
@@ -70,31 +100,6 @@ def find_bucket_holes(config: Config, records: Records) -> None:
         if closed:
             missing = sorted(set(closed) - set(buckets))
             records.add(BucketsMissing(phase.value, [tuple(bucket) for bucket in missing]))
-
-
-def _mixes_rows(
-    compiled: CompiledModel,
-    config: Config,
-    device: torch.device,
-    records: Records,
-    size: str = TOKENS,
-) -> bool:
-    """Whether padding of `size` would change real rows."""
-    padding = {item.label: config.steps.padding_of(item.label) for item in compiled.plan.inputs}
-    sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
-    with preserve_rng_state(), torch.no_grad():
-        ops = named_ops(config.splitting_ops)
-        forward = None if compiled.traced else recordable(compiled, ops)
-        pieces = [
-            mixed
-            for trace in compiled.traces()
-            for mixed in find_mixed_rows(
-                trace, device, size=size, sentinels=sentinels, forward=forward
-            )
-        ]
-    for mixed in pieces:
-        records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
-    return bool(pieces)
 
 
 def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str]) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...cache import Cache, CacheLayer
-from ...cache.directory import DirectoryLayer, read_only_directory
+from ...cache.directory import DirectoryLayer, private_directory, read_only_directory
 from ...cache.evict import Limits
 from ...cache.keys.environment import CACHE_DIR, TRUSTED_KEYS_FILE, read
-from ...cache.remote import RemoteLayer
+from ...cache.remote import RemoteLayer, RemoteSeconds
 from ...cache.settings import LayerConfig, LayerTrust
 from ...cache.signing import (
     SigningKey,
@@ -44,13 +44,15 @@ def open_cache(config: Config, events: Events) -> Cache:
     revoked = keys.revokes if keys else trust_all
     shared = [_layer(layer, signer, keys) for layer in config.cache.layers]
     limits = Limits(size=config.cache.max_bytes)
+    private: DirectoryLayer | None
+    reason = ""
     try:
-        return Cache(root, events, shared=shared, limits=limits, trust=revoked)
+        private = private_directory(root, trust=revoked)
     except CacheNotWritable as error:
-        private = read_only_directory(root, revoked)
+        private, reason = read_only_directory(root, revoked), str(error)
         name = "cache.unusable" if private is None else "cache.read_only"
-        events.emit(name, level=logging.WARNING, reason=str(error))
-        return Cache(private, events, shared=shared, limits=limits, off_reason=str(error))
+        events.emit(name, level=logging.WARNING, reason=reason)
+    return Cache(private, events, shared=shared, limits=limits, off_reason=reason)
 
 
 def cache_root(config: Config) -> Path | None:
@@ -75,8 +77,7 @@ def _layer(layer: LayerConfig, signer: SigningKey | None, keys: TrustedKeys | No
         write_back=layer.write_back,
         signer=signer,
         failures=failures,
-        request_seconds=layer.request_seconds,
-        total_seconds=layer.total_seconds,
+        seconds=RemoteSeconds(request=layer.request_seconds, total=layer.total_seconds),
     )
 
 

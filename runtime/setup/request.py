@@ -10,8 +10,8 @@ from ...compile.ir.compilation import CompileRequest, ExampleArguments
 from ...config import BundleUse, Config, compile_config
 from ...errors import InvalidSetting
 from ...torch_compat.basics.modules import original_module
+from ..core.exchange import Exchange
 from ..core.records import Records
-from ..parts.ranks.ranks import Ranks
 from .open_cache import open_cache
 
 
@@ -20,7 +20,7 @@ def compile_request(
     config: Config,
     records: Records,
     examples: ExampleArguments | None,
-    ranks: Ranks | None = None,
+    exchange: Exchange | None = None,
 ) -> CompileRequest:
     """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
 
@@ -50,7 +50,7 @@ def compile_request(
         records.events,
         device,
         examples,
-        exchange=ranks.exchange if ranks is not None else None,
+        exchange=exchange,
         records=records.compile,
         dump_dir=config.codegen.dump_dir,
         needs_bundle=config.bundle is BundleUse.FORCE,

@@ -25,6 +25,21 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 }
 """What is turned off, and the settings that do it."""
 
+PARTS: Mapping[str, str] = {
+    "proof": "no step is proved, and padding is trusted",
+    "starts": "a start loads or compiles; nothing is verified, and nothing serves meanwhile",
+    "ranks": "each rank runs as a single process",
+    "regions": "regions that a model compiles itself are not counted and not stored",
+    "strategies": "all graphs are captured at startup, without a memory limit",
+    "log": "no step is logged, and no observer is told",
+    "checks": "steps run unchecked",
+    "seal": "what compiles after `seal()` goes unnoticed",
+}
+"""The parts of a prepared model in their order, and what is missing without each.
+
+`PIECEGRAPH_OFF` turns them off for a process: a part is no setting of a model.
+"""
+
 
 def switched_off(config: Config, names: Iterable[str]) -> Config:
     """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
@@ -40,10 +55,11 @@ def resolve_config(config: Config) -> Config:
     """`config` with what the environment and the level decide.
 
     PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. No setting
-    turns off `faster`: compiling reads it. At a level that does not compile, pieces run eagerly
-    unless a compiler is set.
+    turns off `faster`, which compiling reads, or one of `PARTS`. At a level that does not compile,
+    pieces run eagerly unless a compiler is set.
     """
-    config = switched_off(config, (name for name in parts_off() if name != FASTER))
+    not_settings = {FASTER, *PARTS}
+    config = switched_off(config, (name for name in parts_off() if name not in not_settings))
     settings: dict[str, Any] = {}
     if (folder := read(DUMP_DIR)) and config.codegen.dump_dir is None:
         settings["codegen.dump_dir"] = Path(folder)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
@@ -37,7 +38,7 @@ def dying_at(step: str, nth: int) -> Callable[[str], None]:
 
 def test_the_steps_are_all_the_steps(root: Path, events: Events, key: Key) -> None:
     seen: list[str] = []
-    Cache(root, events, fault=seen.append).publish("artifact", key, META, BLOBS)
+    Cache(private_directory(root, seen.append), events).publish("artifact", key, META, BLOBS)
     assert sorted(set(seen), key=seen.index) == STEPS
     assert seen.count("blob written") == len(BLOBS)
 
@@ -51,7 +52,9 @@ def test_failure_W8_writer_killed_at_a_step(
         nth = 1
 
     def write() -> None:
-        Cache(root, Events(), fault=dying_at(step, nth)).publish("artifact", key, META, BLOBS)
+        Cache(private_directory(root, dying_at(step, nth)), Events()).publish(
+            "artifact", key, META, BLOBS
+        )
 
     assert status(fork(write)) == -signal.SIGKILL
 

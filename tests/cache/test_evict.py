@@ -11,6 +11,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
+from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
@@ -98,7 +99,7 @@ def test_blob_of_an_unfinished_publish_stays(root: Path, events: Events) -> None
             evict(root, Limits(size=0), events)
             assert size(root) == before > 0
 
-    cache = Cache(root, events, fault=evict_all)
+    cache = Cache(private_directory(root, evict_all), events)
     cache.publish("artifact", numbered(0), {}, {"x": b"new"})
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 

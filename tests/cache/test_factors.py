@@ -179,7 +179,7 @@ def test_nesting_without_end_is_refused() -> None:
 
 SCRIPT = """
 from piecegraph.cache import Key
-from piecegraph.cache.keys.code import fingerprint
+from piecegraph.compile.conditions.code import fingerprint
 from tests_sources import kernel
 print(Key.of("trace", {"ops": {"b", "a", "c", "d"}, "nested": {"x": {(1, "z"), (1, "y")}}}).digest)
 print(fingerprint(kernel))

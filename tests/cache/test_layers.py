@@ -19,7 +19,7 @@ from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
-from piecegraph.cache.remote import RemoteLayer
+from piecegraph.cache.remote import RemoteLayer, RemoteSeconds
 from piecegraph.cache.signing import SigningKey, TrustedKeys, pinned, trust_all
 from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
@@ -255,7 +255,7 @@ def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
 
 
 def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
-    remote = RemoteLayer(url, trust_all, memory_seconds=0.0)
+    remote = RemoteLayer(url, trust_all, seconds=RemoteSeconds(memory=0.0))
     reader = Cache(None, Events(), shared=[remote])
     assert isinstance(reader.lookup("artifact", key), Miss)
     writer = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
@@ -283,7 +283,8 @@ def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(
 
 
 def test_failing_remote_raises_if_required(url: str, root: Path, key: Key) -> None:
-    remote = RemoteLayer(url, trust_all, write_back=True, failures="raise", memory_seconds=0.0)
+    seconds = RemoteSeconds(memory=0.0)
+    remote = RemoteLayer(url, trust_all, write_back=True, failures="raise", seconds=seconds)
     counting = Counting(remote)
     counting.failure = ConnectionError("reset")
     cache = Cache(root, Events(), shared=[remote])
@@ -309,7 +310,7 @@ def test_unknown_protocol_is_a_clear_error() -> None:
 
 def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, list[str]]:
     """A remote whose requests wait for the event, and the paths that were requested."""
-    remote = RemoteLayer(url, trust_all, memory_seconds=0.0, **seconds)
+    remote = RemoteLayer(url, trust_all, seconds=RemoteSeconds(memory=0.0, **seconds))
     released, paths = threading.Event(), []
 
     class Hanging:
@@ -323,7 +324,7 @@ def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, l
 
 
 def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url: str, key: Key) -> None:
-    remote, released, paths = hanging(url, request_seconds=0.05)
+    remote, released, paths = hanging(url, request=0.05)
     missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert (missed.reason, len(paths)) == ("unreadable", 1)
@@ -332,7 +333,7 @@ def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url: str, key:
 
 
 def test_all_requests_of_a_start_have_one_deadline(url: str, key: Key) -> None:
-    remote, released, paths = hanging(url, request_seconds=0.05, total_seconds=0.12)
+    remote, released, paths = hanging(url, request=0.05, total=0.12)
     cache = Cache(None, Events(), shared=[remote])
     for _ in range(10):
         missed = cache.lookup("artifact", key)

@@ -13,7 +13,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
-from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.directory import DirectoryLayer, private_directory
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
@@ -37,7 +37,7 @@ def kill_in(work: Callable[[], None]) -> None:
 
 
 def publish(root: Path, number: int = 0, step: str = "") -> None:
-    cache = Cache(root, Events(), fault=die_at(step))
+    cache = Cache(private_directory(root, die_at(step)), Events())
     cache.publish("artifact", numbered(number), {}, BLOBS)
 
 
@@ -55,7 +55,7 @@ def test_files_of_a_running_publish_stay(root: Path) -> None:
             assert status(fork(lambda: evict_all(root))) == 0
             assert set((root / "tmp").rglob("*")) == before
 
-    cache = Cache(root, Events(), fault=start_another)
+    cache = Cache(private_directory(root, start_another), Events())
     cache.publish("artifact", numbered(0), {}, BLOBS)
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry
+from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
@@ -207,7 +208,7 @@ def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -
                 if path.is_file():
                     path.unlink()
 
-    writer = Cache(root, events, fault=evict_all)
+    writer = Cache(private_directory(root, evict_all), events)
     writer.publish("artifact", numbered(2), {}, {"x": b"shared"})
     assert isinstance(writer.lookup("artifact", numbered(2)), Entry)
 

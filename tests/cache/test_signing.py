@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.directory import DirectoryLayer, private_directory
 from piecegraph.cache.keys.environment import SIGNING_KEY_FILE, TRUSTED_KEYS_FILE
 from piecegraph.cache.manifest import BlobRef, Manifest, decode, encode
 from piecegraph.cache.names import blob_name, entry_name
@@ -200,7 +200,7 @@ def test_revocation_reaches_copies_in_private_directories(
     shared = [DirectoryLayer(layer, trusted.refuses)]
     assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
     revoking = TrustedKeys(trusted.keys, frozenset({signer.public.id}))
-    cache = Cache(root, Events(), trust=revoking.revokes)
+    cache = Cache(private_directory(root, trust=revoking.revokes), Events())
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert missed.detail == f"key {signer.public.id} is revoked"

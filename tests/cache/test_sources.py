@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.keys.code import fingerprint
+from piecegraph.compile.conditions.code import fingerprint
 
 _serial = itertools.count()
 

@@ -37,7 +37,7 @@ import transformers.integrations.flash_attention
 import transformers.integrations.moe
 
 import piecegraph as pg
-from piecegraph.compile.backends import registry as compilers
+from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PiecegraphError
 from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests, proof
 from piecegraph.tools.integrations.transformers.rope import settle_rope

@@ -19,10 +19,10 @@ import torch
 from torch.fx import GraphModule
 
 from piecegraph.cache import Cache, Key
-from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
-from piecegraph.compile.ir.compilation import CODE, Blobs, Building, CompileRequest, PieceFn
+from piecegraph.compile.ir import registered_compilers as compilers
+from piecegraph.compile.ir.compilation import Blobs, Building, CompileRequest, PieceFn
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import BundleUse, Config, compile_config
@@ -41,12 +41,12 @@ def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, An
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
         and not str(value.__module__).startswith("torch")
     ]
-    blobs = {CODE: "".join([*imports, graph.code]).encode()}
+    blobs = {"code": "".join([*imports, graph.code]).encode()}
     return lambda: (load_texts([blobs])[0], blobs)
 
 
 def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:
-    return [_loaded(blobs[CODE].decode()) for blobs in artifacts]
+    return [_loaded(blobs["code"].decode()) for blobs in artifacts]
 
 
 def _loaded(code: str) -> PieceFn:
@@ -62,7 +62,7 @@ def _loaded(code: str) -> PieceFn:
     return lambda args: names["forward"](None, *args)
 
 
-TEXT = Compiler("text", compile_text, load_texts)
+TEXT = Compiler("text", compile_text, load_texts, version="1")
 
 
 class EntryPoint:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.compile.backends.jobs import compiler_options
+from piecegraph.compile.backends.trace_jobs import compiler_options
 from piecegraph.compile.bundle.key_factors import machine_key, trace_key
 from piecegraph.config import Config, compile_config
+from piecegraph.events import Events
 
 CPU = torch.device("cpu")
 INPUTS = {"input": "float32[num_tokens, 4]"}
@@ -24,7 +25,7 @@ def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
     level: int, device: str, size: int | None, tuned: bool
 ) -> None:
     config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
-    events: Any = None
+    events = Events()
     split: Any = SimpleNamespace(config=config)
     job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
     assert ("max_autotune" in compiler_options(split, job, torch.device(device), events)) == tuned

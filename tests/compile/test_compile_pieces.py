@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.compile.ir.compilation import Building, Built
 from piecegraph.errors import PieceFailed
 
@@ -33,7 +33,7 @@ class Recording:
         self._broken, self._count = broken, 0
 
     def load(self) -> Compiler:
-        return Compiler("recording", self._compile, load_texts, session=self._session)
+        return Compiler("recording", self._compile, load_texts, session=self._session, version="1")
 
     @contextmanager
     def _session(self) -> Iterator[None]:

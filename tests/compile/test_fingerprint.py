@@ -16,7 +16,7 @@ from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing._internal.two_tensor import TwoTensor
 
-from piecegraph.cache.keys.encoder import Undescribable
+from piecegraph.compile.conditions.values import Undescribable
 from piecegraph.compile.pieces.fingerprint import canonical_text, fingerprint
 
 from . import ops as _registers  # noqa: F401

@@ -7,8 +7,8 @@ import types
 import pytest
 import torch
 
-from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
 from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialized, TraceFailed
 
@@ -138,7 +138,7 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled,
             raise RuntimeError("data-dependent expression")
         return starts.compile_text(graph, inputs, options)
 
-    compiler = Compiler("text", compile_backed, starts.load_texts)
+    compiler = Compiler("text", compile_backed, starts.load_texts, version="1")
     entry = types.SimpleNamespace(name="text", load=lambda: compiler)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     model = Convolution().requires_grad_(False)

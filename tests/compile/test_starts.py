@@ -17,10 +17,15 @@ from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.inspection import manifests
 from piecegraph.cache.names import BLOB_AREA
+from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.pipeline import compile_missing, find_model
+from piecegraph.compile.warm import NoBundle
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 
-from .starts import Start, start, use_text_compiler
+from .models import X
+from .starts import CPU, Start, start, use_text_compiler
 
 pytestmark = [
     pytest.mark.compile,
@@ -99,6 +104,27 @@ def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path: Path) ->
         start(Tiny(), tmp_path / "empty", bundle="force")
     with pytest.raises(BundleMissing, match="keeps no artifacts"):
         start(Tiny(), tmp_path, bundle="force", compiler="eager")
+
+
+def test_a_refused_start_is_looked_up_once(tmp_path: Path) -> None:
+    start(Tiny(2.0), tmp_path)
+    refused = start(Tiny(3.0), tmp_path)
+    assert "gain: 2.0 -> 3.0" in refused.reason
+    assert refused.events.counters["cache.miss.refused"] == 1
+    assert len(refused.events.named("bundle")) == 1
+
+
+@pytest.mark.parametrize("before", [[], [2.0]])
+def test_what_another_process_stored_after_the_look_up_is_loaded(
+    tmp_path: Path, before: list[float]
+) -> None:
+    for gain in before:
+        start(Tiny(gain), tmp_path)
+    events, config = Events(), compile_config(Config(compiler="text", inputs=X, max_num_tokens=64))
+    missing = find_model(CompileRequest(Tiny(3.0), config, Cache(tmp_path, events), events, CPU))
+    assert isinstance(missing, NoBundle)
+    start(Tiny(3.0), tmp_path)
+    assert compile_missing(missing).from_bundle
 
 
 def others(*facts: dict[str, Any]) -> Callable[[str, Any], list[dict[str, Any]]]:

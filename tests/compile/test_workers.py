@@ -228,7 +228,7 @@ def real() -> Iterator[tuple[Workers, SplitModel]]:
     """One worker, and a model whose first piece is of torch's ops; the second is not."""
     config, events = compile_config(Config(inputs=X, splitting_ops=MIX)), Events()
     request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
-    start = dump_plain(Start(process_state(), CPU, nice=3))
+    start = dump_plain(Start("inductor", process_state(), CPU, nice=3))
     workers = Workers(1, start, command())
     yield workers, split_model(trace_with_guards(request), events)[0]
     workers.close()
@@ -388,7 +388,7 @@ from piecegraph.compile.backends.worker import Start
 from piecegraph.compile.backends.workers import Workers, command
 from piecegraph.torch_compat.basics.settings import process_state
 from piecegraph.torch_compat.compiling.piece_data import dump_plain
-start = dump_plain(Start(process_state(), torch.device("cpu"), 0))
+start = dump_plain(Start("inductor", process_state(), torch.device("cpu"), 0))
 workers = Workers(1, start, command())
 while not workers.processes:
     time.sleep(0.01)

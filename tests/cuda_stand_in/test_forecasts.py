@@ -76,7 +76,7 @@ class Served:
             ),
             layers=self.layers,
         )
-        self.prepared.ledger.own(
+        self.prepared.parts.strategies.ledger.own(
             "KV cache", [part for each in self.layers.values() for part in (each.keys, each.values)]
         )
 
@@ -97,7 +97,7 @@ def test_forecast_ledger_and_device_agree(
     gc.collect()
     prepared.backend.trim()
     before = large_device.used()
-    plan = prepared.memory_plan(0.9, padding)
+    plan = prepared.parts.strategies.memory_plan(0.9, padding)
     assert large_device.used() - before <= max(SEGMENT, RETURNED)  # of probes
     prepared.capture(padding)
     used = large_device.used()

@@ -42,7 +42,7 @@ def nothing(*_: Any) -> None:
 @pytest.mark.usefixtures("without_values")
 def test_a_forecast_leaves_nothing_allocated(model: pg.PreparedModel, stand_in: StandIn) -> None:
     used, streams = stand_in.used(), stand_in.calls("cudaStreamCreate")
-    model.memory_plan(0.9, nothing)
+    model.parts.strategies.memory_plan(0.9, nothing)
     assert stand_in.used() - used <= 2 * MIB
     assert stand_in.calls("cudaStreamCreate") == streams + 1  # probes capture on one stream
 
@@ -52,7 +52,7 @@ def test_a_plan_counts_the_memory_of_graphs_once(
     model: pg.PreparedModel, stand_in: StandIn
 ) -> None:
     used = stand_in.used()
-    plan = model.memory_plan(0.9, nothing)
+    plan = model.parts.strategies.memory_plan(0.9, nothing)
     total = torch.cuda.mem_get_info()[1]
     assert plan.graphs > 32 * MIB
     left = 0.9 * total - used - plan.graphs - plan.largest_step
@@ -63,7 +63,7 @@ def test_a_plan_counts_the_memory_of_graphs_once(
 
 @pytest.mark.usefixtures("without_values")
 def test_the_forecast_is_what_the_device_reads(model: pg.PreparedModel, stand_in: StandIn) -> None:
-    plan = model.memory_plan(0.9, nothing)
+    plan = model.parts.strategies.memory_plan(0.9, nothing)
     before = stand_in.used()
     model.capture(nothing)
     taken = stand_in.used() - before
@@ -106,7 +106,7 @@ def test_graphs_keep_the_workspace_of_their_multiplications(
 def test_what_the_driver_takes_for_executables_counts(stand_in: StandIn) -> None:
     sizes = range(8, 136, 8)
     model = prepared(hidden=8, graph_mode="PIECEWISE", capture_sizes=sizes, max_num_tokens=128)
-    plan, before = model.memory_plan(0.9, nothing), stand_in.used()
+    plan, before = model.parts.strategies.memory_plan(0.9, nothing), stand_in.used()
     model.capture(nothing)
     taken = stand_in.used() - before
     recordings = [recording for _, recording in model.recordings()]
@@ -114,7 +114,7 @@ def test_what_the_driver_takes_for_executables_counts(stand_in: StandIn) -> None
     assert sum(each.bytes - each.allocated for each in recordings) == nodes * EXECUTABLE_NODE
     assert sum(each.bytes for each in recordings) == taken
     assert plan.graphs == pytest.approx(taken, rel=0.1)
-    later = model.memory_plan(0.9, nothing)
+    later = model.parts.strategies.memory_plan(0.9, nothing)
     assert later.kv_cache == pytest.approx(plan.kv_cache, abs=plan.margin + 2 * MIB)
     model.release()
     assert model.report()["memory"][-1]["bytes"] == 0
@@ -136,7 +136,7 @@ def test_a_plan_leaves_room_for_the_largest_step_and_the_runs_before_captures(
     model = prepared(graph_mode="PIECEWISE", capture_sizes=(8, 2048))
     x = torch.empty(4096, 512, device="cuda")
     stand_in.limit_memory(stand_in.used() + 512 * MIB)
-    plan = model.memory_plan(0.97, nothing)
+    plan = model.parts.strategies.memory_plan(0.97, nothing)
     assert plan.largest_step >= 64 * MIB
     kv_cache = torch.empty(plan.kv_cache // MIB * MIB, dtype=torch.uint8, device="cuda")
     model.capture(nothing)
@@ -152,11 +152,11 @@ def test_a_plan_leaves_room_for_the_largest_step_and_the_runs_before_captures(
 def test_a_plan_does_not_count_what_a_cold_start_left(
     model: pg.PreparedModel, stand_in: StandIn
 ) -> None:
-    warm = model.memory_plan(0.9, nothing)
+    warm = model.parts.strategies.memory_plan(0.9, nothing)
     left = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
     left.append(left)  # type: ignore[arg-type]
     del left  # a cycle, as a trace leaves them, and memory in torch's cache
-    assert model.memory_plan(0.9, nothing) == warm
+    assert model.parts.strategies.memory_plan(0.9, nothing) == warm
 
 
 @pytest.mark.usefixtures("without_values")
@@ -236,7 +236,7 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
     model: pg.PreparedModel, stand_in: StandIn
 ) -> None:
     before = model.backend.memory()
-    plan = model.memory_plan(0.9, nothing)
+    plan = model.parts.strategies.memory_plan(0.9, nothing)
     others = list[int]()
 
     def at_each_dummy_batch(*_: Any) -> None:
@@ -251,7 +251,7 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
         executables = sum(each.bytes - each.allocated for _, each in model.recordings())
         assert now.other - before.other == sum(others) + executables
         assert now.total == before.total == torch.cuda.mem_get_info()[1]
-        later = model.memory_plan(0.9, nothing)
+        later = model.parts.strategies.memory_plan(0.9, nothing)
         assert plan.kv_cache - later.kv_cache == pytest.approx(sum(others), rel=0.05)
     finally:
         stand_in.other_process(-sum(others))

@@ -141,7 +141,7 @@ def test_graphs_of_the_engine_captured_before_ours_keep_their_workspaces(
             results.append((x @ weight.T) * 2)
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    model.memory_plan(0.9, nothing)
+    model.parts.strategies.memory_plan(0.9, nothing)
     model.capture(nothing)
     others = [torch.full((1 << 20,), 7.0, device="cuda:0") for _ in range(64)]
     for step in range(3):

@@ -1,11 +1,13 @@
-"""Dispatch decisions, plans and piece digests equal the recorded ones; see `record.py`.
+"""Recorded texts are those of this code, byte for byte; see `record.py`.
 
 A digest that changes makes every user compile again: a change that must do so records them again.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -15,25 +17,69 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+FILES = ("decisions.json", "plans.json", "digests.json", "runs.json", "exchanges.txt")
+"""What `make test` records anew; of `conditions.txt` it does some lines."""
 TRACED_BY = "2.13."
-"""Torch version of the recorded plans and digests: they hold its graphs and names of its ops."""
+"""Torch version of all goldens but the decisions: they hold its graphs and names of its ops."""
+SHOWN = 100
+"""Lines of a difference that are printed."""
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+
+def recorded_now(*names: str) -> dict[str, str]:
+    """What `record` would write into these files, made in a process of its own."""
+    environment = {**os.environ, "PIECEGRAPH_OFF": ""}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.goldens.record", *names],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    texts: dict[str, str] = json.loads(run.stdout)
+    return texts
+
+
+def expect_equal(name: str, golden: str, text: str) -> None:
+    if golden == text:
+        return
+    lines = difflib.unified_diff(
+        golden.splitlines(), text.splitlines(), f"tests/goldens/{name}", "now", n=2, lineterm=""
+    )
+    shown = "\n".join([*lines][:SHOWN])
+    command = f"python -m tests.goldens.record --write {name}"
+    pytest.fail(f"{name} has changed. If it must:\n{command}\n{shown}", pytrace=False)
+
+
+def needs_torch(name: str) -> None:
+    if not version("torch").startswith(TRACED_BY):
+        pytest.skip(f"{name} is of torch {TRACED_BY}x: NOT tested with {version('torch')}")
 
 
 @pytest.fixture(scope="module")
-def actual():
-    program = [sys.executable, "-m", "tests.goldens.record"]
-    run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+def texts() -> dict[str, str]:
+    return recorded_now(*FILES)
 
 
-@pytest.mark.parametrize("kind", ["decisions", "plans", "digests"])
-def test_nothing_differs_from_what_was_recorded(actual, kind):
-    if kind != "decisions" and not version("torch").startswith(TRACED_BY):
-        pytest.skip(f"{kind} are of torch {TRACED_BY}x: NOT tested with {version('torch')}")
-    expected = json.loads((HERE / f"{kind}.json").read_text())
-    assert actual[kind].keys() == expected.keys()
-    for name, golden in expected.items():
-        assert actual[kind][name] == golden, f"{kind} of {name}"
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_differs_from_what_was_recorded(texts: dict[str, str], name: str) -> None:
+    if name != "decisions.json":
+        needs_torch(name)
+    expect_equal(name, (HERE / name).read_text(), texts[name])
+
+
+def test_some_cases_of_conditions_come_out_as_recorded() -> None:
+    needs_torch("conditions.txt")
+    text = recorded_now("sample")["sample"]
+    names = {line.partition(":")[0] for line in text.splitlines()}
+    assert len(names) >= 40
+    lines = (HERE / "conditions.txt").read_text().splitlines(keepends=True)
+    golden = [line for line in lines if line.partition(":")[0] in names]
+    expect_equal("conditions.txt", "".join(golden), text)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1200)
+def test_all_cases_of_conditions_come_out_as_recorded() -> None:
+    needs_torch("conditions.txt")
+    golden = (HERE / "conditions.txt").read_text()
+    expect_equal("conditions.txt", golden, recorded_now("conditions.txt")["conditions.txt"])

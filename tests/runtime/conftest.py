@@ -20,6 +20,7 @@ from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import compile_config
 from piecegraph.dispatch import resolve_mode
+from piecegraph.runtime.assemble import Beginning, assemble
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
@@ -27,8 +28,13 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOpti
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.core.environment import Environment
 from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.core_model import CoreModel
+from piecegraph.runtime.forward_context import ForwardContext
 from piecegraph.runtime.setup.policy import Policy, dispatch_plan
+
+from .fake_device import FakeBackend
 
 
 @dataclass
@@ -69,17 +75,18 @@ def prepare_on_replay(
     config = config.changed(capture_sizes=tuple(sizes))
     dispatcher = Dispatcher(dispatch_plan(mode, config))
     cache = Cache(None, Events())
-    return PreparedModel(
-        compiled,
-        config,
-        Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
-        strict_backend(**options),
-        torch.device("cpu"),
-        cache,
-        Records(),
-        layers=layers,
-        input_buffers=input_buffers,
+    environment = Environment(
+        config, strict_backend(**options), torch.device("cpu"), cache, Records()
     )
+    core = CoreModel(
+        environment,
+        compiled,
+        Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
+        ForwardContext(layers),
+        input_buffers or {},
+        None,
+    )
+    return assemble(core, Beginning(compiled))
 
 
 def compile_once(model: torch.nn.Module, **settings: Any) -> tuple[Config, CompiledModel]:
@@ -173,12 +180,14 @@ def make_rig(backend: GraphBackend, device: str) -> Rig:
     return Rig(backend, torch.device(device), Events(), backend.new_pool())
 
 
-@pytest.fixture(params=["replay", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["replay", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """The replay backend has all checks on."""
     with torch.no_grad():
         if request.param == "replay":
             yield make_rig(strict_backend(), "cpu")
+        elif request.param == "fake":
+            yield make_rig(FakeBackend(), "cpu")
         else:
             yield make_rig(choose_backend("cuda", torch.device("cuda")), "cuda")
 

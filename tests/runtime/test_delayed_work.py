@@ -321,7 +321,7 @@ def release(scene: Scene) -> None:
 
 
 def evict(scene: Scene) -> None:
-    scene.prepared._graphs.capturer.captures.evict(scene.decide().graph_index)
+    scene.prepared.parts.strategies.capturer.captures.evict(scene.decide().graph_index)
 
 
 @pytest.mark.parametrize("free", [release, evict])
@@ -390,7 +390,7 @@ def test_an_eviction_for_another_size_while_a_step_is_in_flight(
         return late.metadata
 
     def evict_by_dispatch() -> None:
-        late.prepared._graphs.dummies.metadata_for = padding
+        late.prepared._core.dummies.metadata_for = padding
         while not late.prepared.events.named("capture.evicted"):
             late.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
 

@@ -233,7 +233,7 @@ class Engine:
                     served.change(self.random.randrange(5))
                 self.step()
                 if step % 20 == 19:
-                    self.draft.prepared.capture_idle(1e6)
+                    self.draft.prepared.parts.strategies.idle(1e6)
         except BaseException as fault:
             self.fault = fault
 

@@ -224,7 +224,7 @@ def test_what_the_engine_says_it_has_changed_is_named_and_its_own(
     with pytest.raises(ModelChanged, match=r"layers.0.active\[0\]"):
         prepared.refresh()
     changes = ["model.layers.0.active[0]: 'a' -> 'b'"]
-    assert prepared.accept_changes() == changes
+    assert prepared.parts.checks.accept_changes() == changes
     assert prepared.refresh() == ()
     [named] = [event.facts["changes"] for event in seen if event.name == "model.changes_accepted"]
     assert named == changes

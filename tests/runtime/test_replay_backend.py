@@ -12,8 +12,9 @@ from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, TapeGraph
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.backends.replay.tape import poison
+from piecegraph.runtime.backends.replay.tape_graph import TapeGraph
 from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from piecegraph.config import Padding
 from piecegraph.errors import InputMismatch, MovedTensor, SizeOutOfRange
+from piecegraph.runtime.core.padding import PaddingPolicy
 from piecegraph.runtime.core.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")
-IDS = StaticInputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)
+IDS = StaticInputSpec("ids", ("num_tokens",), torch.int64, PaddingPolicy(Padding.SENTINEL, -1))
 HIDDEN = StaticInputSpec("hidden", ("num_tokens", 2), torch.float32)
-POSITIONS = StaticInputSpec("positions", (3, "num_tokens"), torch.int64, Padding.REPEAT)
+REPEAT = PaddingPolicy(Padding.REPEAT)
+POSITIONS = StaticInputSpec("positions", (3, "num_tokens"), torch.int64, REPEAT)
 
 
 def bind(*specs: StaticInputSpec, limit: int = 8, padded: int = 4, **options: Any) -> Any:
@@ -59,7 +61,8 @@ def new_memory_is_nan() -> Iterator[None]:
 def test_failure_26_padding_is_finite_from_the_first_step_on(
     new_memory_is_nan: None,
 ) -> None:
-    bound = bind(StaticInputSpec("kept", ("num_tokens",), torch.float32, Padding.KEEP))
+    keep = PaddingPolicy(Padding.KEEP)
+    bound = bind(StaticInputSpec("kept", ("num_tokens",), torch.float32, keep))
     load(bound, (torch.ones(2),), (2,))
     assert bound.views[0].tolist() == [1, 1, 0, 0]
     load(bound, (torch.full((1,), 2.0),), (1,))
@@ -67,7 +70,8 @@ def test_failure_26_padding_is_finite_from_the_first_step_on(
 
 
 def test_failure_29_a_sentinel_is_what_the_engine_reserves() -> None:
-    bound = bind(StaticInputSpec("slots", ("num_tokens",), torch.int64, Padding.SENTINEL, 1024))
+    sentinel = PaddingPolicy(Padding.SENTINEL, 1024)
+    bound = bind(StaticInputSpec("slots", ("num_tokens",), torch.int64, sentinel))
     load(bound, (torch.tensor([3]),), (1,))
     assert bound.views[0].tolist() == [3, 1024, 1024, 1024]
 
@@ -134,7 +138,8 @@ paddings = st.sampled_from(Padding)
 def test_any_loads_equal_padding_by_hand(data: Any, padding: Padding, dims: Any) -> None:
     """Two padded sizes share the memory; each load leaves the padding of its own real sizes."""
     limits = {"a": 5, "b": 4}
-    spec = StaticInputSpec("x", dims, torch.int64, padding, 7)
+    policy = PaddingPolicy(padding, 7 if padding is Padding.SENTINEL else 0)
+    spec = StaticInputSpec("x", dims, torch.int64, policy)
     inputs = StaticInputs([spec], limits, CPU)
     bounds = []
     for _ in range(2):

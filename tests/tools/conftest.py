@@ -42,6 +42,7 @@ LIBRARY_REPORT = {
     "cache": {
         "hit": False,
         "reason": "no entry",
+        "detail": None,
         "entries": 4,
         "bytes": 40_000,
         "verified": "the model was traced by this start",
@@ -70,6 +71,16 @@ SUGGESTED = {
 }
 
 
+def parts_of_nothing() -> SimpleNamespace:
+    """Parts that do nothing: a stand-in is not proved, and no memory is counted."""
+    return SimpleNamespace(
+        proof=SimpleNamespace(idle=lambda: False, prove_with=lambda keep, rebuild: None),
+        strategies=SimpleNamespace(
+            ledger=SimpleNamespace(own=lambda owner, tensors: None), idle=lambda budget_ms: 0
+        ),
+    )
+
+
 @dataclass
 class EagerPrepared:
     """Stands in for a prepared model with FULL decode graphs and pieces for all else."""
@@ -81,7 +92,7 @@ class EagerPrepared:
 
     config = Config()
     dispatcher = SimpleNamespace(plan=SimpleNamespace(entries=()))
-    ledger = SimpleNamespace(own=lambda owner, tensors: None)
+    parts: SimpleNamespace = field(default_factory=parts_of_nothing)
 
     def warm_up(self, metadata_for, tasks):
         self.capture(metadata_for)
@@ -106,9 +117,6 @@ class EagerPrepared:
 
     def close(self):
         self.calls.append("close")
-
-    def prove_with(self, keep, rebuild):
-        """No step of a stand-in is proved."""
 
     def dispatch(self, batch):
         self.batches.append(batch)

@@ -7,6 +7,7 @@ import functools
 import io
 import random
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ class Batch:
 
     def run(self, padding=0, *, triton, change=lambda metadata: None):
         """The output, and what the cache holds then."""
-        cache = self.cache.clone()
+        cache = deepcopy(self.cache)
         longest = max(len(self.blocks.table(share.request.id)) for share in self.shares)
         buffers = MetadataBuffers(
             max_rows=self.total + padding, max_blocks=longest, device=CPU, triton=triton
@@ -120,7 +121,7 @@ def test_a_requests_result_does_not_depend_on_the_others():
     dtype = torch.float32
     alone = Batch([(9, 5)], dtype=dtype)
     among = Batch([(30, 1), (9, 5), (0, 17)], dtype=dtype)
-    among.cache = alone.cache.clone()
+    among.cache = deepcopy(alone.cache)
     slots = {i: b.blocks.slots(r, 0, 14) for i, (b, r) in enumerate([(alone, 0), (among, 1)])}
     for part, source in (
         (among.cache.keys, alone.cache.keys),
@@ -160,7 +161,7 @@ def test_a_capture_of_padding_writes_nothing():
     buffers = MetadataBuffers(max_rows=8, max_blocks=4, device=CPU, triton=True)
     for mode in RuntimeMode:
         metadata = buffers.padding(BatchDescriptor(3, 2), mode)
-        cache = batch.cache.clone()
+        cache = deepcopy(batch.cache)
         output = torch.full_like(batch.inputs[0], torch.nan)
         with forward_context(ForwardContext({"here": cache}, metadata)):
             torch.ops.piecegraph_reference.paged_attention(*batch.inputs, output, "here")

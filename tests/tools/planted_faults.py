@@ -237,7 +237,7 @@ def rows_that_mix(
 ) -> Callable[[Site], BisectCase]:
     def plant(site: Site) -> BisectCase:
         # `prepare` finds such a model and never pads it; without that its rows are wrong
-        site.patch.setattr("piecegraph.runtime.model_policy.find_mixed_rows", lambda *_, **__: [])
+        site.patch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
         return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given
@@ -140,7 +142,7 @@ def test_failure_27_a_padding_request_of_length_0_yields_zeros():
 @pytest.mark.parametrize("decode", [False, True])
 def test_failure_29_padding_writes_to_the_dump_block_only(decode):
     batch = Batch([(9, 1), (3, 1)], decode=decode)
-    before = batch.cache.clone()
+    before = deepcopy(batch.cache)
     larger = Batch([(9, 1), (3, 1), (17, 1), (5, 1)], decode=decode)
     buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
     buffers.fill(larger.schedule, larger.blocks, BatchDescriptor(larger.total))  # an earlier step
@@ -161,7 +163,7 @@ def test_decode_and_prefill_agree_on_a_single_token():
 def test_a_decode_rows_result_does_not_depend_on_the_others():
     alone = Batch([(9, 1)], decode=True)
     among = Batch([(9, 1), (30, 1), (2, 1)], decode=True)
-    among.cache = alone.cache.clone()
+    among.cache = deepcopy(alone.cache)
     for name in ("query", "key", "value"):
         setattr(among, name, torch.cat((getattr(alone, name), getattr(among, name)[1:])))
     assert torch.equal(alone.run()[0], among.run()[0])

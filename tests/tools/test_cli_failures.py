@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 import piecegraph
-from piecegraph import Delayed, Events
+from piecegraph import Config, Delayed, Events
+from piecegraph.cache import Cache, Key
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.report.output import outputs
@@ -241,13 +242,21 @@ def test_options_of_the_environment_are_read_at_the_run(monkeypatch):
     assert read_run_options(mode="full").mode is piecegraph.GraphMode.FULL
 
 
-def test_an_interrupted_start_says_what_the_cache_keeps(capsys):
-    events = Events()
-    for layer in ("private", "remote:s3://bucket"):
-        events.emit("cache.publish", entry="artifact/0123", layer=layer, bytes=1)
-    events.emit("cache.publish", entry="bundle/0123", layer="private", bytes=1)
-    with pytest.raises(KeyboardInterrupt), _saying_what_is_kept(Console(stderr=True), events):
-        raise KeyboardInterrupt
+def test_an_interrupted_start_says_what_the_cache_keeps(capsys, tmp_path):
+    def store(kind, number):
+        Cache(tmp_path, Events()).publish(kind, Key.of("trace", {"n": number}), {}, {})
+
+    store("artifact", 0)
+    config = Config(cache_dir=tmp_path)
+
+    def begin():
+        with _saying_what_is_kept(Console(stderr=True), config):
+            store("artifact", 1)
+            store("bundle", 1)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
     said = "interrupted: compiled pieces that the cache keeps for the next start: 1"
     assert capsys.readouterr().err.splitlines() == [said]
 

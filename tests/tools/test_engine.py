@@ -96,7 +96,7 @@ def test_idle_time_is_skipped_and_arrivals_are_waited_for(make_world, make_reque
     requests = make_requests((3, 2), (3, 2))
     requests[1].arrival = 3600.0
     idle = []
-    world.prepared.shadow_idle = lambda: idle.append(world.clock.now())
+    world.prepared.parts.proof.idle = lambda: idle.append(world.clock.now())
     for _ in world.engine.serve(requests):
         pass
     times = world.engine.log.token_times

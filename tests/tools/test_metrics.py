@@ -98,7 +98,7 @@ def test_durations_of_steps_are_a_histogram_while_steps_are_kept(own):
     from prometheus_client import CollectorRegistry
 
     assert not [name for name in samples(own) if name[0].startswith("piecegraph_step_seconds")]
-    own.keep_steps(2)
+    own.parts.log.keep(2)
     for _ in range(5):
         own(torch.ones(4, 4), batch=Batch(4, 4))
     found = samples(own)

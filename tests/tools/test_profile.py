@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.compile.plan.step_names import call_names, piece_names
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.parts.log.profiler_ranges import call_names, piece_names
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
 
@@ -56,12 +56,12 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
     plan = prepared.compiled.plan
     assert piece_names(plan) == ["piece 0 layer 0", "piece 1 layers 0-1", "piece 2 layer 1"]
     assert call_names(plan) == ["op paged_attention layer 0", "op paged_attention layer 1"]
-    stitched = prepared._steps.code.call
-    prepared.profiler_ranges()
+    stitched = prepared._core.steps.code.call
+    prepared.parts.log.profiler_ranges()
     with torch.profiler.profile() as profiler:
         for batch in (pg.Batch(2, 1), pg.Batch(3, 1), pg.Batch(2, 2, True, 1)):
             step(batch)
-    prepared.profiler_ranges(on=False)
+    prepared.parts.log.profiler_ranges(on=False)
     names = [
         each.name
         for each in profiler.events()
@@ -79,7 +79,7 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
     with torch.profiler.profile() as profiler:
         step(pg.Batch(2, 1))
     assert not [each for each in profiler.events() if each.name.startswith(("step ", "piece "))]
-    assert prepared._steps.code.call is not stitched
+    assert prepared._core.steps.code.call is not stitched
 
 
 @pytest.fixture

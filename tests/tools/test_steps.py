@@ -33,45 +33,46 @@ def run(prepared, batch, **more):
 
 
 def test_the_log_says_how_steps_ran_and_why(prepared):
-    prepared.keep_steps(3)
+    prepared.parts.log.keep(3)
     for batch in (decode(1), decode(1), decode(3), pg.Batch(3, 1), decode(6)):
         run(prepared, batch)
     rows = [
         (each.mode, each.descriptor.num_tokens, each.num_tokens, each.padding, each.reason)
-        for each in prepared.last_steps()
+        for each in prepared.parts.log.last_steps()
     ]
     assert rows == [
         ("FULL", 4, 3, 1, "padded"),
         ("NONE", 3, 3, 0, "no graph for this kind of batch"),
         ("NONE", 6, 6, 0, "above largest size"),
     ]
-    assert all(each.microseconds > 0 and each.error is None for each in prepared.last_steps())
-    assert sum(map(sum, prepared.step_log.counts.values())) == 5
-    assert pickle.loads(pickle.dumps(prepared.last_steps())) == prepared.last_steps()
-    prepared.keep_steps(0)
-    assert prepared.last_steps() == []
+    steps = prepared.parts.log.last_steps()
+    assert all(each.microseconds > 0 and each.error is None for each in steps)
+    assert sum(map(sum, prepared.parts.log.step_log.counts.values())) == 5
+    assert pickle.loads(pickle.dumps(steps)) == steps
+    prepared.parts.log.keep(0)
+    assert prepared.parts.log.last_steps() == []
 
 
 def test_the_runner_up_is_the_graph_that_came_closest(prepared):
-    prepared.keep_steps(9)
+    prepared.parts.log.keep(9)
     for batch in (decode(1), decode(3), pg.Batch(3, 1), decode(6)):
         run(prepared, batch)
-    assert [each.runner_up for each in prepared.last_steps()] == [
+    assert [each.runner_up for each in prepared.parts.log.last_steps()] == [
         "FULL 4: less preferred",
         None,
         "FULL 2: no graph for this kind of batch",
         "FULL 4: above largest size",
     ]
-    prepared.keep_steps(0)
+    prepared.parts.log.keep(0)
 
 
 def test_a_step_that_raises_is_logged_and_observers_stay(prepared):
-    prepared.keep_steps(9)
+    prepared.parts.log.keep(9)
     with pytest.raises(SizeOutOfRange):
         prepared.run(prepared.dispatch(decode(2)), torch.ones(9, 4))
     run(prepared, decode(2))
-    assert [each.error for each in prepared.last_steps()] == ["SizeOutOfRange", None]
-    prepared.keep_steps(0)
+    assert [each.error for each in prepared.parts.log.last_steps()] == ["SizeOutOfRange", None]
+    prepared.parts.log.keep(0)
 
 
 def test_an_observer_that_raises_leaves_the_others(prepared):
@@ -80,14 +81,14 @@ def test_an_observer_that_raises_leaves_the_others(prepared):
             raise ValueError
 
     broken = Broken()
-    prepared.keep_steps(9)
-    prepared.observe(broken)
+    prepared.parts.log.keep(9)
+    prepared.parts.log.observe(broken)
     with pytest.raises(ValueError):  # noqa: PT011
         run(prepared, decode(2))
-    prepared.unobserve(broken)
+    prepared.parts.log.unobserve(broken)
     run(prepared, decode(2))
-    assert prepared.last_steps()[-1].error is None
-    prepared.keep_steps(0)
+    assert prepared.parts.log.last_steps()[-1].error is None
+    prepared.parts.log.keep(0)
 
 
 def test_recorded_steps_give_the_same_results_again(prepared, tmp_path):

@@ -55,5 +55,7 @@ def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPa
         assert torch.equal(torch.get_rng_state(), before["torch"])
         assert engine.log.steps == []
         done = [event.facts["shape"] for event in started.prepared.events.named("warmup")]
-        assert started.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches())
+        assert started.prepared.parts.strategies.ledger.bytes("KV cache") == sum(
+            c.nbytes for c in caches()
+        )
     assert {"sampler 4", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)

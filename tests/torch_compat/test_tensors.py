@@ -288,3 +288,13 @@ def test_a_default_device_is_known():
     with torch.device("cpu"):
         assert has_default_device()
     assert not has_default_device()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_contents_are_written_back_in_any_mode(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        tensor = torch.ones(3)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    for each in (tensor, parameter):
+        tensors.write_back(each, torch.zeros(3))
+        assert each.tolist() == [0.0, 0.0, 0.0]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ... import Decision, PreparedModel, RuntimeMode
 from ...compile.guards.tolerance import excess
+from ...compile.plan.step_names import call_names
 from ...dispatch import NO_GRAPH
 from ...errors import DispatchError, InvalidSetting
-from ...runtime.parts.log.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
 from .observe import Ran, run_eagerly, run_step, splitting_ops

@@ -114,9 +114,9 @@ def run_prepared(
     """
     runs: list[Ran] = []
     for step in case.steps:
-        before = state.contents() if state is not None else {}
+        before = state.contents() if state is not None else None
         decision = prepared.dispatch(step.batch)
-        clobbered = state.changed_since(before) if state is not None else []
+        clobbered = state.changed_since(before) if state is not None and before is not None else []
         runs.append(run_step(prepared, step, decision))
         runs[-1].clobbered = clobbered
         if runs[-1].error is not None:

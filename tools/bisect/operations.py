@@ -18,8 +18,8 @@ from torch import Tensor
 from ... import RuntimeMode
 from ...compile.ir.ops import written_by
 from ...runtime.backends.ownership import Ownership, user_line
-from ...runtime.backends.replay.backend import TapeGraph
 from ...runtime.backends.replay.tape import COPIES, Operation, Tape
+from ...runtime.backends.replay.tape_graph import TapeGraph
 from ...runtime.capture.breaks import recordable
 from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.frames import calling_module

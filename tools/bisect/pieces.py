@@ -99,7 +99,10 @@ def compile_graph(
     compiler = compiler_named(config.code.compiler)
     if sizes is not None:
         inputs = concrete_inputs(graph, sizes)
-    options = {**config.code.inductor_options, **inductor_passes(tuple(passes), Events(), 0)}
+    options = {
+        **config.code.inductor_options,
+        **inductor_passes(tuple(passes), lambda **_: None, 0),
+    }
     with compiler.session(), reasoning_about_sizes(config.code.dynamic_shapes.value):
         fn, _ = compiler.compile(graph, inputs, options)()
     return fn

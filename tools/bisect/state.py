@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.parts.checks.address_checks import tensors_by_path
+from ...runtime.core.preserved import SavedMemory
+from ...runtime.tensors_by_path import tensors_by_path
 from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
@@ -19,31 +20,29 @@ class State:
     """The current contents of the tensors in `layers` and of the buffers of `model`."""
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        places = [row[1:] for row in _tensors(layers, "layers", DEPTH)] + _buffers(model)
-        self._saved = [(holder, key, tensor, tensor.clone()) for holder, key, tensor in places]
-        self._named = [each[:3] for each in _tensors(layers, "layers", DEPTH)]
+        self._named = list(_tensors(layers, "layers", DEPTH))
+        self._places = [row[1:] for row in self._named] + _buffers(model)
+        self._saved = SavedMemory([tensor for _, _, tensor in self._places])
 
     def restore(self) -> None:
         """The same tensors in the same places, with the same contents."""
-        with torch.no_grad():
-            for holder, key, tensor, content in self._saved:
-                if _get(holder, key) is not tensor:
-                    _put(holder, key, tensor)
-                tensor.copy_(content)
+        for holder, key, tensor in self._places:
+            if _get(holder, key) is not tensor:
+                _put(holder, key, tensor)
+        self._saved.restore()
 
-    def contents(self) -> dict[str, Tensor]:
-        """Copies of the current contents of the tensors, by name."""
-        return {name: _get(holder, key).clone() for name, holder, key in self._named}
+    def contents(self) -> SavedMemory:
+        """The current contents of the tensors in `layers`."""
+        return SavedMemory([_get(holder, key) for _, holder, key, _ in self._named])
 
-    def changed_since(self, before: Mapping[str, Tensor]) -> list[str]:
-        """The tensors that differ from `before`, with their first changed row."""
+    def changed_since(self, before: SavedMemory) -> list[str]:
+        """The tensors whose bits differ from `before`, with their first changed row."""
         changed = []
-        for name, content in self.contents().items():
-            differs = (content != before[name]) & ~(content.isnan() & before[name].isnan())
+        elements = before.changed(self.contents())
+        for (name, *_), differs in zip(self._named, elements, strict=True):
             if differs.any():
-                changed.append(
-                    f"{name} row {int(differs.reshape(len(differs), -1).any(1).nonzero()[0])}"
-                )
+                row = int(differs.reshape(len(differs), -1).any(1).nonzero()[0])
+                changed.append(f"{name} row {row}")
         return changed
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ... import Config
     from ...cache.manifest import Manifest
-    from ...events import Event
 
 MISS = DIFFERENT = 1
 UNVERIFIABLE = 4
@@ -201,14 +200,12 @@ def prune_command(
     from ... import Events
     from ...cache.evict import Limits, evict
 
-    root, events = cache_directory(cache_dir), Events()
-    evict(root, Limits(size=_bytes(size), age=days * 86400, grace=0), events)
-    _refuse_failed(root, events.named("cache.evict_failed"))
-    facts = events.named("cache.evict")
-    removed, freed = (facts[0].facts["entries"], facts[0].facts["bytes"]) if facts else (0, 0)
+    root = cache_directory(cache_dir)
+    done = evict(root, Limits(size=_bytes(size), age=days * 86400, grace=0), Events())
+    _refuse_failed(root, done.failure)
     left = len(manifests(root))
-    text = f"removed {removed} entries, {shown_size(freed)}; {left} are left"
-    say(json_path, {"removed": removed, "bytes": freed, "left": left}, text)
+    text = f"removed {done.entries} entries, {shown_size(done.bytes)}; {left} are left"
+    say(json_path, {"removed": done.entries, "bytes": done.bytes, "left": left}, text)
     return 0
 
 
@@ -275,11 +272,10 @@ def import_command(
         expected = "--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"
         raise InvalidSetting(name="PATH", value=str(path), reason=reason, expected=expected)
     entries = import_image(path, believed, only=pin or ())
-    root, events = cache_directory(cache_dir), Events()
-    cache, stored = Cache(root, events), []
+    root = cache_directory(cache_dir)
+    cache, stored = Cache(root, Events()), []
     for entry in entries:
-        cache.store(entry)
-        _refuse_failed(root, events.named("cache.publish_failed"))
+        _refuse_failed(root, *cache.store(entry))
         stored.append(entry.manifest)
     facts = [described(manifest) for manifest in stored]
     say(json_path, facts, "\n".join(lines(facts)))
@@ -327,7 +323,9 @@ def warm_command(
     json_path: JsonOption = None,
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
-    from ... import Events, compile_ahead, prepare
+    from ... import Events, prepare
+    from ...runtime.compile_ahead import build_libraries
+    from ...runtime.core.records import Records
     from ..serve.progress import starting
     from ..serve.run import build_model, find_device, library_config
 
@@ -342,11 +340,13 @@ def warm_command(
             prepared = prepare(model, config, events=events)
             bundle = "was there" if prepared.compiled.from_bundle else "built"
             prepared.close()
+            _refuse_failed(root, *prepared.records.compile.failed_writes)
             if ahead:
-                libraries = compile_ahead(model, config, events=events)
+                records = Records(events)
+                libraries = build_libraries(model, config, records)
                 bundle += ", with libraries" if libraries else ", no library possible"
+                _refuse_failed(root, *records.compile.failed_writes)
         seconds = time.perf_counter() - began
-        _refuse_failed(root, events.named("cache.publish_failed"))
         facts.append({"rank": rank, "device": name, "bundle": bundle, "seconds": seconds})
     text = (
         f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
@@ -382,10 +382,10 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
             raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
-def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
-    """Raise CacheNotWritable for failed writes, which the library only reports as an event."""
-    if failures:
-        raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
+def _refuse_failed(root: Path, *failures: str | None) -> None:
+    """Raise CacheNotWritable for failed writes, which the library only records."""
+    for reason in filter(None, failures):
+        raise CacheNotWritable(path=root, reason=reason)
 
 
 def _bytes(text: str) -> float:

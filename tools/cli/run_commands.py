@@ -251,7 +251,7 @@ def decoder_case(
     The KV cache is empty, as at the first step, or has the rows that the file states.
     """
     from ...runtime.core.step_file import restore_state
-    from ...runtime.parts.checks.address_checks import tensors_by_path
+    from ...runtime.tensors_by_path import tensors_by_path
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
     from ..serve.run import library_config, start_service
@@ -337,10 +337,10 @@ def _profiled(service: Service, output: Output) -> Iterator[None]:
     """Under torch's profiler with ranges on; its trace goes to `output`."""
     from torch.profiler import profile
 
-    service.prepared.profiler_ranges()
+    service.prepared.parts.log.profiler_ranges()
     with profile() as profiler:
         yield
-    service.prepared.profiler_ranges(on=False)
+    service.prepared.parts.log.profiler_ranges(on=False)
     with output.writing() as path:
         profiler.export_chrome_trace(str(path))
 

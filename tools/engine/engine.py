@@ -60,7 +60,7 @@ class ReferenceEngine:
         arriving = deque(requests)
         while self._work_left(bool(arriving) or not self.scheduler.idle):
             if arriving and self.scheduler.idle and arriving[0].arrival > self.clock.now():
-                self.prepared.shadow_idle()
+                self.prepared.parts.proof.idle()
                 self.clock.skip_to(arriving[0].arrival)
             while arriving and arriving[0].arrival <= self.clock.now():
                 self.scheduler.add(arriving.popleft())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,9 +18,6 @@ class LayerCache:
     keys: torch.Tensor
     values: torch.Tensor
     window: int = field(default=0, kw_only=True)
-
-    def clone(self) -> Self:
-        return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
 
 def allocate_layer_caches(

@@ -54,14 +54,14 @@ def accelerate(
             if hasattr(module, "layer_idx")
         }
         prepared = prepare(packed, config, layers=layers, events=events)
-        prepared.wait_until_compiled()  # a trace needs the model as it is now
+        prepared.parts.starts.wait_until_compiled()  # a trace needs the model as it is now
     finally:
         model.set_attn_implementation(attention)
         base.config.use_cache = use_cache
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
-    prepared.accept_changes()
+    prepared.parts.checks.accept_changes()
     warn_if_unused(model, prepared, lambda arguments: arguments.get("cache") is not None)
     prepared.seal()
     return prepared

@@ -25,10 +25,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ... import __version__
+from ...runtime.core.allowed_work import WorkKind
 from ...runtime.core.records import GraphRecord, Record, Records, record_kinds
 from ...runtime.core.report import background_facts, verified
-from ...runtime.parts.log.step_log import BOUNDS, StepLog
-from ...runtime.parts.seal.monitor import Kind
 
 if TYPE_CHECKING:
     from ... import PreparedModel
@@ -80,7 +79,7 @@ def _step_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         ("mode", "reason"),
         {(row["mode"], row["reason"]): row["count"] for row in prepared.usage.reasons()},
     )
-    yield _step_seconds(prepared.step_log)
+    yield _step_seconds(prepared.parts.log.step_log)
     run = _sum_by_label((row["mode"], row["count"] * row["num_tokens"]) for row in rows)
     yield _counter("piecegraph_rows", "Rows that were run, padding among them.", mode, run)
     padding = _sum_by_label((row["mode"], row["padded_tokens"]) for row in rows)
@@ -116,7 +115,7 @@ def _counter_metrics(counters: Mapping[str, int]) -> Iterator[Metric]:
         "piecegraph_after_seal",
         "Tracing, compiling and capturing after seal(), by kind.",
         ("kind",),
-        {(kind.name.lower(),): 0 for kind in Kind} | _named(counters, "after_seal."),
+        {(kind.name.lower(),): 0 for kind in WorkKind} | _named(counters, "after_seal."),
     )
 
 
@@ -174,15 +173,15 @@ def _startup_metrics(records: Records) -> Iterator[Metric]:
     )
 
 
-def _step_seconds(log: StepLog | None) -> Metric:
+def _step_seconds(log: Any) -> Metric:
     """Durations of steps by mode, while there is a log."""
     family = HistogramMetricFamily(
         "piecegraph_step_seconds",
         "Seconds of the host in a step, while PreparedModel.keep_steps is on.",
         labels=("mode",),
     )
-    if log is not None:
-        bounds = [*(f"{bound:g}" for bound in BOUNDS), "+Inf"]
+    if log:
+        bounds = [*(f"{bound:g}" for bound in log.bounds), "+Inf"]
         for mode, counts in log.counts.items():
             buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
             family.add_metric([mode], buckets, log.seconds[mode])

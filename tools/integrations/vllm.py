@@ -42,7 +42,7 @@ from ... import (
     prepare,
 )
 from ...errors import BundleMissing, BundleStale
-from ...runtime.parts.checks.address_checks import tensors_by_path
+from ...runtime.tensors_by_path import tensors_by_path
 from ..explain import explain
 from ..start_lines import start_lines
 from .prometheus import MultiprocessMetrics, metrics_text
@@ -210,7 +210,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
             )
-            prepared.wait_until_compiled()  # a trace needs the module's own forward
+            prepared.parts.starts.wait_until_compiled()  # a trace needs the module's own forward
         return prepared, inputs
 
     def _refuse(self, reason: str) -> None:

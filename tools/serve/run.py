@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from ... import (
     PreparedModel,
     Ranks,
     RuntimeMode,
+    cache_root,
     prepare,
     switched_off,
 )
+from ...cache.names import entry_names
 from ...dispatch import BucketLimits, Phase
 from ...errors import InvalidSetting
 from ..engine import lora
@@ -65,16 +68,22 @@ class Service:
 
 
 @contextmanager
-def _saying_what_is_kept(console: Console, events: Events) -> Iterator[None]:
+def _saying_what_is_kept(console: Console, config: Config) -> Iterator[None]:
     """Says on an interrupt what the cache keeps of the start."""
+    root = cache_root(config)
+    before = _stored_pieces(root)
     try:
         yield
     except KeyboardInterrupt:
-        stored = {str(event.facts["entry"]) for event in events.named("cache.publish")}
-        pieces = sum(entry.startswith("artifact") for entry in stored)
+        pieces = len(_stored_pieces(root) - before)
         kept = f"interrupted: compiled pieces that the cache keeps for the next start: {pieces}"
         console.print(kept, highlight=False, soft_wrap=True)
         raise
+
+
+def _stored_pieces(root: Path | None) -> set[str]:
+    names = entry_names(root) if root is not None else ()
+    return {name for name in names if "/artifact/" in name}
 
 
 @contextmanager
@@ -108,21 +117,21 @@ def start_service(
     with events.span("build model") as building, allocating():
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
-    with _saying_what_is_kept(console, events), starting(console, events):
-        config = library_config(options, model)
-        if isinstance(buffers, Buckets):
-            config = config.changed(
-                sizes={"buckets": buffers.planned, "bucket_limits": buffers.limits},
-                graph_mode=GraphMode.FULL,
-                attention={"support": AttentionSupport.ALWAYS},
-            )
+    config = library_config(options, model)
+    if isinstance(buffers, Buckets):
+        config = config.changed(
+            sizes={"buckets": buffers.planned, "bucket_limits": buffers.limits},
+            graph_mode=GraphMode.FULL,
+            attention={"support": AttentionSupport.ALWAYS},
+        )
+    with _saying_what_is_kept(console, config), starting(console, events):
         prepared = prepare(model, config, layers=layers, events=events, ranks=ranks)
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         engine.ranks = ranks
-        prepared.prove_with(recorded, buffers.refill)
+        prepared.parts.proof.prove_with(recorded, buffers.refill)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
-        prepared.ledger.own("KV cache", caches)
+        prepared.parts.strategies.ledger.own("KV cache", caches)
         for name, cache in layers.items():
             prepared.watch(f"keys of {name}", cache.keys)
             prepared.watch(f"values of {name}", cache.values)

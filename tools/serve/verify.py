@@ -1,21 +1,21 @@
 """Compares prepared steps with the eager model on the same inputs and the same cache contents.
 
-The eager model runs on a copy of the KV cache taken before the step, so that neither run sees the
-other's writes. Compared are the output's real rows, within what rounding alone changes, and the
-cache: a step may change only its own slots and the dump block.
+The eager model runs on the KV cache as it was before the step, and what it writes is undone, so
+that neither run sees the other's writes. Compared are the output's real rows, within what rounding
+alone changes, and the cache: a step may change only its own slots and the dump block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from ... import BatchDescriptor, ForwardContext, PreparedModel, RuntimeMode, forward_context
 from ...compile.guards.tolerance import excess
+from ...runtime.core.preserved import SavedMemory, preserve
 from ..engine.block_manager import DUMP_BLOCK
 from ..engine.kv_cache import LayerCache
 from ..engine.metadata import AttentionMetadata
@@ -81,13 +81,20 @@ class Verifier:
         if not self._picks(decision):
             return self.prepared.run(decision, *inputs, metadata=metadata)
         with self.clock.stopped():
-            before = {name: cache.clone() for name, cache in self.layers.items()}
+            caches = {name: [each.keys, each.values] for name, each in self.layers.items()}
+            before = {name: SavedMemory(tensors) for name, tensors in caches.items()}
         output = self.prepared.run(decision, *inputs, metadata=metadata)
+
+        def run() -> torch.Tensor:
+            for saved in before.values():
+                saved.restore()
+            return run_eagerly(self.model, self.layers, metadata, *inputs)
+
         with self.clock.stopped():
-            wrong = _stray_write(before, self.layers, metadata)
-            if len(inputs[0]):  # else the step of a rank that has no requests
-                run = partial(run_eagerly, self.model, before, metadata, *inputs)
-                wrong = wrong or self._difference(output, run(), run)
+            wrong = _stray_write(before, metadata)
+            if wrong is None and len(inputs[0]):  # a rank may have no requests
+                with preserve([each for tensors in caches.values() for each in tensors]):
+                    wrong = self._difference(output, run(), run)
             self._book(decision, wrong)
         return output
 
@@ -120,27 +127,24 @@ class Verifier:
             )
 
 
-def _stray_write(
-    before: Mapping[str, LayerCache], after: Mapping[str, LayerCache], metadata: AttentionMetadata
-) -> str | None:
+def _changed_slots(elements: torch.Tensor) -> torch.Tensor:
+    """Which cache slots have a changed element; keys and values may differ in shape."""
+    return elements.flatten(0, 1).flatten(1).any(dim=1)
+
+
+def _stray_write(before: Mapping[str, SavedMemory], metadata: AttentionMetadata) -> str | None:
     """The first cache slot that changed though the step does not own it, in words."""
     own = metadata.unpadded().slot_mapping
-    for name, cache in before.items():
-        block_size = cache.keys.shape[1]
-        changed = _rows_differ(cache.keys, after[name].keys)
-        changed |= _rows_differ(cache.values, after[name].values)
+    for name, saved in before.items():
+        keys, values = saved.changed(saved.now())
+        block_size = keys.shape[1]
+        changed = _changed_slots(keys) | _changed_slots(values)
         changed[own] = False
         changed[DUMP_BLOCK * block_size : (DUMP_BLOCK + 1) * block_size] = False
         if changed.any():
             slot = int(changed.nonzero()[0].item())
             return f"{name} wrote to cache slot {slot}, which is not the step's"
     return None
-
-
-def _rows_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Per slot, whether any element differs bit for bit (a NaN that stays is no change)."""
-    differs = (one != other) & ~(one.isnan() & other.isnan())
-    return differs.flatten(0, 1).flatten(1).any(dim=1)
 
 
 def run_eagerly(

@@ -44,6 +44,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from .devices import autocast_devices
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -82,7 +84,7 @@ def under_autocast(fn: Callable[..., Any], arguments: Sequence[Any]) -> Callable
 def under_this_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, also later called under the autocast that is active now."""
     cache = torch.is_autocast_cache_enabled()
-    for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+    for device in filter(torch.is_autocast_enabled, autocast_devices()):
         fn = under_autocast(fn, (device, torch.get_autocast_dtype(device), True, cache))
     return fn
 
@@ -271,6 +273,21 @@ def normal_alias(tensor: Tensor) -> Tensor:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (tensor.storage_offset(), tensor.size(), tensor.stride())
         return alias.set_(tensor.untyped_storage(), *place)
+
+
+def write_back(tensor: Tensor, content: Tensor, dim: int = 0, rows: Tensor | None = None) -> None:
+    """Restore `tensor`, or `rows` of its dimension `dim`, to saved `content`.
+
+    A dimension of stride 0 has one element in memory.
+    """
+    with torch.inference_mode():  # in which tensors of either kind may be written
+        if rows is not None:
+            tensor.index_copy_(dim, rows, content)
+            return
+        for axis, step in enumerate(tensor.stride()):
+            if step == 0 and tensor.size(axis):
+                tensor, content = tensor.narrow(axis, 0, 1), content.narrow(axis, 0, 1)
+        tensor.copy_(content)
 
 
 def without_regions() -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import inspect
 import operator
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -58,12 +59,17 @@ class Inlined:
     results: list[FoldedCall] = field(default_factory=list)
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
+    def rely(self, source: Any, kind: str, argument: Any = None, part: str = "") -> None:
+        """A fact of the line that is traced, about a value of Dynamo or a part of it."""
+        self.facts.add(GuardFact(f"{source.name}{part}", kind, argument, _traced_line()))
 
-_MODULE_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
-"""Methods by which Dynamo looks up an attribute of a module, by version of torch."""
+    def refuse(self, what: str) -> None:
+        """An obstacle in the line that is traced."""
+        self.obstacles.add((what, _traced_line()))
 
-_CLASS_ACCESS = {"call_obj_hasattr", "call_method", "var_getattr", "tp_getattro_impl"}
-"""Methods by which Dynamo looks up an attribute of a class, by version of torch."""
+
+_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
+"""Methods by which Dynamo looks up an attribute of a module or class, by version of torch."""
 
 
 @contextmanager
@@ -98,10 +104,9 @@ def inlined_calls() -> Iterator[Inlined]:
         notes += [(of_vars, "__iter__", _note_keys), (of_vars, "__contains__", _note_key)]
     read_part = next(name for name in _PART_ACCESS if hasattr(function, name))
     notes += [(each, read_part, _note_part) for each in (function, variables.ConstantVariable)]
-    for name in _MODULE_ACCESS & vars(variables.PythonModuleVariable).keys():
-        notes.append((variables.PythonModuleVariable, name, partial(_note_module_access, name)))
-    for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
-        notes.append((variables.UserDefinedClassVariable, name, _note_class_access))
+    module, cls = variables.PythonModuleVariable, variables.UserDefinedClassVariable
+    notes += [(module, n, partial(_note_module_access, n)) for n in _ACCESS & vars(module).keys()]
+    notes += [(cls, n, _note_class_access) for n in {*_ACCESS, "call_method"} & vars(cls).keys()]
     sets = getattr(variables, "sets", variables.dicts)  # torch 2.11 has them among its dicts
     kinds = [each for each in vars(sets).values() if "set" in getattr(each, "__name__", "").lower()]
     notes += {  # torch 2.11 has the methods in the parent of sets and dicts
@@ -154,8 +159,7 @@ def _note_function(
         if (name := _variable_name(args)) is not None:
             inlined.variables.add(name)
         else:
-            unnamed = "an environment variable whose name is not constant"
-            inlined.obstacles.add((unnamed, _traced_line()))
+            inlined.refuse("an environment variable whose name is not constant")
 
 
 def _note_absence(handled: set[Any], inlined: Inlined, translator: Any, raised: Any) -> None:
@@ -165,11 +169,10 @@ def _note_absence(handled: set[Any], inlined: Inlined, translator: Any, raised: 
     absent = isinstance(raised, (ObservedAttributeError, ObservedLookupError))
     variable = translator.f_code is type(os.environ).__getitem__.__code__  # recorded by name
     if absent and not by_the_user and not variable and raised not in handled:
-        where = _traced_line()
-        if (probe := _probe(raised, where)) is not None:
-            inlined.facts.add(probe)
+        if (probe := _probe(raised)) is not None:
+            inlined.rely(*probe)
         else:
-            inlined.obstacles.add(("an exception for what is absent is handled", where))
+            inlined.refuse("an exception for what is absent is handled")
     handled.add(raised)
 
 
@@ -202,16 +205,23 @@ def _note_cells(inlined: Inlined, variable: Any, parent: Any, *_: Any) -> None:
 def _note_module_access(
     access: str, inlined: Inlined, variable: Any, tx: Any, attribute: str
 ) -> None:
-    if (probe := _probe_of_module(variable.value, attribute, access)) is not None:
-        inlined.facts.add(probe)
+    """That a module has an attribute or not; what it has is guarded if it is read.
+
+    Submodules are left out: they depend on what was imported.
+    """
+    module, name = variable.value, variable.value.__name__
+    if module is not sys.modules.get(name):
+        return
+    is_read = access != "call_obj_hasattr" and hasattr(module, attribute)
+    if not is_read and not isinstance(getattr(module, attribute, None), ModuleType):
+        inlined.facts.add(GuardFact(f"__import__({name!r})", "HASATTR", attribute))
 
 
 def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
     if variable.source is None:
         inlined.class_reads.add((variable.value, attribute))
     elif _is_literal(inspect.getattr_static(variable.value, attribute, None)):
-        expression = f"{variable.source.name}.{attribute}"  # torch 2.11 adds no guard
-        inlined.facts.add(GuardFact(expression, "CONSTANT_MATCH", None, _traced_line()))
+        inlined.rely(variable.source, "CONSTANT_MATCH", part=f".{attribute}")  # torch 2.11 has none
 
 
 def _is_literal(value: Any) -> bool:
@@ -222,8 +232,8 @@ def _is_literal(value: Any) -> bool:
 def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
     """A function marked by `assume_constant_result`, which Dynamo calls."""
     if getattr(variable.fn, "_dynamo_marked_constant", False):
-        given = [*args, variable.obj] if hasattr(variable, "obj") else args
-        constants, named = _constants(given), _constants(kwargs.values())
+        positional = [*args, variable.obj] if hasattr(variable, "obj") else args
+        constants, named = _constants(positional), _constants(kwargs.values())
         arguments = None if named is None else constants
         by_name = dict(zip(kwargs, named or (), strict=False))
         inlined.results.append(FoldedCall(variable.fn, arguments, by_name, _traced_line()))
@@ -233,13 +243,12 @@ def _note_part(inlined: Inlined, variable: Any, tx: Any, name: str) -> None:
     """An attribute of a function, or of its code, that Dynamo takes as constant."""
     is_part = name in _PARTS_OF_FUNCTIONS or type(getattr(variable, "value", None)) is CodeType
     if is_part and variable.source is not None:
-        expression = f"{variable.source.name}.{name}"
-        inlined.facts.add(GuardFact(expression, "CONSTANT_MATCH", None, _traced_line()))
+        inlined.rely(variable.source, "CONSTANT_MATCH", part=f".{name}")
 
 
 def _note_wrapped(inlined: Inlined, builder: Any, value: Any) -> None:
     expression = str(builder.source.name)
-    if "SYNTHETIC_LOCAL" not in expression:  # which Dynamo has made
+    if "SYNTHETIC_LOCAL" not in expression:  # a variable of Dynamo's
         inlined.wrapped.add(expression)
 
 
@@ -247,7 +256,7 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
     """What Dynamo decides by objects of this process, which an equal process may not share."""
     function = variable.fn
     if function is hash and tx.f_code.co_name != "__hash__" and not _are_numbers(args):
-        inlined.obstacles.add(("the hash of an object", _traced_line()))
+        inlined.refuse("the hash of an object")
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
     if function in (isinstance, issubclass) and len(args) == 2:
@@ -263,8 +272,7 @@ def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> N
     constants = _constants([checked]) if one.source is not None else None
     classes = tuple(each for each in _classes(constants) if type(each) is not type)
     if classes:
-        fact = GuardFact(str(one.source.name), CLASS_CHECK, (check, classes), _traced_line())
-        inlined.facts.add(fact)
+        inlined.rely(one.source, CLASS_CHECK, (check, classes))
 
 
 def _classes(checked: Any) -> Iterator[type]:
@@ -286,14 +294,13 @@ def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
     one, other = values if len(values) == 2 else (None, None)
     may_be_two = type(one) is type(other) and type(one) in _EQUAL_OBJECTS and one == other
     if may_be_two and not (type(one) is int and -5 <= one <= 256):
-        inlined.obstacles.add((f"whether {one!r} is one object or two", _traced_line()))
+        inlined.refuse(f"whether {one!r} is one object or two")
 
 
 def _note_keys(inlined: Inlined, names: Any) -> None:
     """The `__dict__` of an object is iterated."""
     if (source := getattr(names.item, "source", None)) is not None:
-        fact = GuardFact(f"{source.name}.__dict__", "DICT_KEYS_MATCH", None, _traced_line())
-        inlined.facts.add(fact)
+        inlined.rely(source, "DICT_KEYS_MATCH", part=".__dict__")
 
 
 def _note_key(inlined: Inlined, names: Any, key: Any) -> None:
@@ -314,13 +321,13 @@ def _note_extended(inlined: Inlined, _: Any, tx: Any, name: str, args: Any, *__:
     if "Set" in type(added).__name__:
         _note_order(inlined, added)
     elif "Dict" in type(added).__name__ and added.source is not None:
-        inlined.facts.add(GuardFact(str(added.source.name), "ITERATED", None, _traced_line()))
+        inlined.rely(added.source, "ITERATED")
 
 
 def _note_joined(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -> None:
     """`a | b` has the keys of `a`, which torch 2.11 does not guard."""
     if name == "__or__" and variable.source is not None and "Dict" in type(variable).__name__:
-        inlined.facts.add(GuardFact(str(variable.source.name), "ITERATED", None, _traced_line()))
+        inlined.rely(variable.source, "ITERATED")
 
 
 def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
@@ -334,9 +341,9 @@ def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
         return
     is_random = sys.flags.hash_randomization and not _are_numbers(i.vt for i in variable.items)
     if variable.source is None or is_random:
-        inlined.obstacles.add(("the order of a set", _traced_line()))
+        inlined.refuse("the order of a set")
     else:
-        inlined.facts.add(GuardFact(str(variable.source.name), "ITERATED", None, _traced_line()))
+        inlined.rely(variable.source, "ITERATED")
 
 
 def _is_of_list(inlined: Inlined, items: Sequence[Any]) -> bool:
@@ -384,29 +391,11 @@ def _reads_variable() -> set[CodeType]:
     return {environment.encodekey.__code__ for environment in environments}
 
 
-def _probe_of_module(module: ModuleType, attribute: str, access: str) -> GuardFact | None:
-    """That a module has an attribute or not, as a guard; what it has is guarded if it is read.
-
-    Submodules are left out: they depend on what was imported.
-    """
-    if sys.modules.get(module.__name__) is not module:
-        return None
-    absent = object()
-    held = getattr(module, attribute, absent)
-    is_read = held is not absent and access != "call_obj_hasattr"
-    if is_read or isinstance(held, ModuleType):
-        return None
-    return GuardFact(f"__import__({module.__name__!r})", "HASATTR", attribute)
-
-
-def _probe(raised: BaseException, where: str | None) -> GuardFact | None:
-    """What was absent, as a guard, from the frames of Dynamo that raised an exception."""
-    frames: list[dict[str, Any]] = []
-    trace = raised.__traceback__
-    while trace is not None:
-        frames.insert(0, trace.tb_frame.f_locals)
-        trace = trace.tb_next
-    for names in frames:
+def _probe(raised: BaseException) -> tuple[Any, str, Any] | None:
+    """What was absent, from the frames of Dynamo that raised an exception: source, kind of guard,
+    attribute or key."""
+    for frame, _ in reversed(list(traceback.walk_tb(raised.__traceback__))):
+        names: dict[str, Any] = frame.f_locals
         variable: Any = names.get("self")
         name = names.get("name")
         if hasattr(variable, "objvar") and isinstance(names.get("attr_name"), str):
@@ -416,40 +405,30 @@ def _probe(raised: BaseException, where: str | None) -> GuardFact | None:
         if source is None:
             continue
         if isinstance(name, str) and "AttributeError" in type(raised).__name__:
-            return GuardFact(str(source.name), "HASATTR", name, where)
+            return source, "HASATTR", name
         key = _constants([names[n] for n in ("arg", "key") if n in names])
         if key and "KeyError" in type(raised).__name__:
-            return GuardFact(str(source.name), "DICT_CONTAINS", key[0], where)
+            return source, "DICT_CONTAINS", key[0]
         if "IndexError" in type(raised).__name__:
-            return GuardFact(str(source.name), "SEQUENCE_LENGTH", None, where)
+            return source, "SEQUENCE_LENGTH", None
     return None
 
 
-_BY_ARGUMENTS = "decided by the arguments, and by the device, which is a factor of the key"
-_IN_KEY = "a factor of the key"
-STATELESS: Mapping[str, str] = {
-    **dict.fromkeys(
-        [
-            *("is_complex", "is_floating_point", "promote_types", "get_enum", "_assert", "intern"),
-            *("get_device_properties", "_get_device_index"),
-        ],
-        _BY_ARGUMENTS,
-    ),
-    **dict.fromkeys(
-        [
-            *("is_autocast_enabled", "is_autocast_cpu_enabled", "_is_any_autocast_enabled"),
-            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_default_dtype"),
-        ],
-        _IN_KEY,
-    ),
+_STATELESS = {
+    # decided by the arguments, and by the device, which is a factor of the key
+    *("is_complex", "is_floating_point", "promote_types", "get_enum", "_assert", "intern"),
+    *("get_device_properties", "_get_device_index"),
+    # factors of the key
+    *("is_autocast_enabled", "is_autocast_cpu_enabled", "_is_any_autocast_enabled"),
+    *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_default_dtype"),
 }
-"""Functions that Dynamo calls while tracing whose results need no condition, each with a reason."""
+"""Functions that Dynamo calls while tracing whose results need no condition."""
 
 
 def _reads_state(function: Any) -> bool:
     """Whether a function that Dynamo calls while tracing depends on more than its arguments."""
     home = str(getattr(function, "__module__", None) or "torch").partition(".")[0]
-    return home in ("torch", "sys") and function.__name__ not in STATELESS
+    return home in ("torch", "sys") and function.__name__ not in _STATELESS
 
 
 def _constants(variables: Any) -> tuple[Any, ...] | None:

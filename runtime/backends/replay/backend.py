@@ -15,16 +15,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ....errors import MovedTensor
-from ..ownership import Ownership, memory_of
-from ..protocol import Memory
-from .tape import COPIES, Tape, poison
+from ....compile.plan.compiled_model import CompiledModel
+from ..ownership import Ownership
+from ..protocol import BoundGraph, Code, Memory, Replay
+from .delayed_code import delayed_code
+from .delayed_graph import delayed_replay
+from .host_copies import HostCopies
+from .tape import Tape, poison
+from .tape_graph import TapeGraph
 from .work_queue import QueuePoint, WorkQueue
 
 
@@ -109,67 +114,6 @@ class ModeledPool:
         self._graphs.discard(graph)
 
 
-class TapeGraph:
-    """A finished tape: its operations run in order on the recorded memory."""
-
-    topology = ""
-
-    def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
-        self.calls = tuple(tape.operations)
-        self._made = tuple(tape.made.values())
-        self._backend = backend
-        self._ownership = tape.ownership
-        self._options = backend.options
-        self._counters = backend.counters
-        self._pool = pool
-        pool.add(self, tape.made_bytes)
-
-    @property
-    def operations(self) -> int:
-        return len(self.calls)
-
-    def replay(self) -> None:
-        self.check_inputs()
-        self.run()
-
-    def run(self) -> None:
-        """What a device does in a replay; the rest of it is done by the host."""
-        if torch.is_inference_mode_enabled():
-            self._run()
-        else:
-            with torch.inference_mode():  # inference tensors may be written in this mode alone
-                self._run()
-
-    def _run(self) -> None:
-        self._counters["replays"] += 1
-        self._counters["operations"] += len(self.calls)
-        if self._options.poison_before_replay:
-            for tensor in self._made:
-                poison(tensor)
-        for operation in self.calls:
-            operation()
-
-    def check_inputs(self) -> None:
-        """Raise MovedTensor if asked to, and a tensor that the graph reads was moved."""
-        for recorded, tensor in (
-            self._ownership.moved() if self._options.fail_on_moved_inputs else ()
-        ):
-            name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
-
-    @property
-    def reads(self) -> list[Tensor]:
-        """The tensors that its operations take."""
-        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
-        return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
-
-    def release(self) -> None:
-        self._backend.released(self._made)
-        self.calls = ()
-        self._made = ()
-        self._pool.remove(self)
-
-
 class TapeCapture:
     """A tape that records in this thread."""
 
@@ -192,7 +136,16 @@ class TapeCapture:
             self._tape.undo()
             raise torch.OutOfMemoryError("this capture would exceed the modeled limit")
         self._tape.finish()
-        return TapeGraph(self._tape, self._backend, self._pool)
+        options = self._backend.options
+        graph = TapeGraph(
+            self._tape,
+            self._backend.counters,
+            partial(self._backend.released, self._pool),
+            poisons=options.poison_before_replay,
+            moved_is_error=options.fail_on_moved_inputs,
+        )
+        self._pool.add(graph, self._tape.made_bytes)
+        return graph
 
     def abort(self) -> None:
         self._tape.stop()
@@ -210,6 +163,7 @@ class ReplayBackend:
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
     runs_python: bool = True
+    graph_class: type[Any] | None = None
     counters: Counter[str] = field(default_factory=Counter)
     pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
     queue: WorkQueue | None = None
@@ -224,6 +178,19 @@ class ReplayBackend:
         self.pools.add(pool)
         return pool
 
+    def link(self, code: Code, compiled: CompiledModel) -> Code:
+        return code if self.queue is None else delayed_code(self.queue, compiled, code)
+
+    def install(self, graph: BoundGraph, compiled: CompiledModel) -> Replay:
+        return graph.replay if self.queue is None else delayed_replay(self.queue, compiled, graph)
+
+    @property
+    def poison_result(self) -> Callable[[Tensor], object] | None:
+        return poison if self.options.poison_old_results else None
+
+    def recording(self, is_open: Callable[[], bool]) -> HostCopies:
+        return HostCopies(is_open)
+
     @property
     def order_steps(self) -> Callable[[], None] | None:
         return self.queue.drain if self.queue is not None else None
@@ -233,11 +200,12 @@ class ReplayBackend:
         if self.queue is not None:
             self.queue.busy = capturing
 
-    def released(self, made: Iterable[Tensor]) -> None:
+    def released(self, pool: ModeledPool, graph: TapeGraph, made: Iterable[Tensor]) -> None:
         """A graph that made these tensors is freed: after the work so far, as on a device."""
         self.synchronize()
         if self.queue is not None:
             self.queue.overwritten(made, "the release of its graph")
+        pool.remove(graph)
 
     def prepare(self) -> None:
         self.counters["preparations"] += 1

@@ -18,7 +18,7 @@ from ....compile.ir.plan import Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....torch_compat.basics.tensors import without_modes
 from ...forward_context import CURRENT, ForwardContext, forward_context
-from ...parts.checks.address_checks import tensors_by_path
+from ...tensors_by_path import tensors_by_path
 from .tape import poison
 from .work_queue import WorkQueue
 

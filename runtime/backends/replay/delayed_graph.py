@@ -9,45 +9,39 @@ from typing import Any
 from ....compile.ir.ops import tensors_in
 from ....compile.plan.compiled_model import CompiledModel
 from ....torch_compat.basics.tensors import storage_id
-from ...capture.installed_graph import WritingGraph
-from ...core.static_inputs import Mark, Sizes
-from .backend import TapeGraph
+from ..protocol import BoundGraph, Mark, Replay, Sizes
 from .delayed_code import DelayedStep, delays
+from .tape_graph import TapeGraph
 from .work_queue import WorkQueue
 
 
-class DelayedGraph(WritingGraph):
-    """Copies of inputs, graphs and splitting ops are each one part of the queued work."""
+def delayed_replay(queue: WorkQueue, compiled: CompiledModel, graph: BoundGraph) -> Replay:
+    """Replays `graph` in the queue: the copies of inputs, each of its graphs and each splitting op
+    are one part of the queued work."""
 
-    __slots__ = ("_compiled", "_queue")
-
-    def __init__(self, queue: WorkQueue, compiled: CompiledModel, *rest: Any) -> None:
-        super().__init__(compiled.plan, *rest)
-        self._queue = queue
-        self._compiled = compiled
-
-    def replay(self, tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
-        if not delays(self._queue):
-            return super().replay(tensors, sizes, copied)
-        self.addresses.check_step()
-        load, fresh = self._by_size.get(sizes) or self._prepare(sizes)
-        step = DelayedStep(self._queue, self._compiled, tensors)
-        step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)
+    def replay(tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
+        if not delays(queue):
+            return graph.replay(tensors, sizes, copied)
+        load, fresh = graph.at(sizes)
+        step = DelayedStep(queue, compiled, tensors)
+        step.put(partial(load, tensors), tensors, tensors, graph.copied_inputs)
         copied()
-        results = tensors_in(self.recording.outputs)
+        results = tensors_in(graph.outputs)
         in_place = [*tensors, *step.metadata]
-        for call in self.recording.calls:
-            graph = getattr(call, "__self__", None)
-            if not isinstance(graph, TapeGraph):  # a splitting op
+        for call in graph.calls:
+            tape = getattr(call, "__self__", None)
+            if not isinstance(tape, TapeGraph):  # a splitting op
                 step.put(call, (), step.metadata, results)
                 continue
-            graph.check_inputs()
-            memory = set(map(storage_id, graph.reads))
+            tape.check_inputs()
+            memory = set(map(storage_id, tape.reads))
             compared = [each for each in in_place if storage_id(each) in memory]
-            step.put(graph.run, graph.reads, compared, results)
-        self._inputs.copy_back(tensors)
-        self._queue.overwritten(results, step.name)
+            step.put(tape.run, tape.reads, compared, results)
+        graph.copy_back(tensors)
+        queue.overwritten(results, step.name)
         made = [result() for result in fresh]
         for result in tensors_in(made):
-            self._queue.made(result, step.name)
+            queue.made(result, step.name)
         return made
+
+    return replay

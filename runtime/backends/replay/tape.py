@@ -30,6 +30,7 @@ from ....torch_compat.basics.tensors import (
     storage_id,
     tree_map_only,
     without_modes,
+    write_back,
 )
 from ..ownership import (
     ALLOCATIONS,
@@ -79,12 +80,13 @@ class Tape(TensorTracker):
         with without_modes():
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
-            given = self._save(used)
+            arguments = self._save(used)
             with EachOp(self._note_host_read):
                 kept = fn(*args)
             if self.host_read is not None:
                 raise self.host_read  # here, where the piece and so the line is known
-            _restore(given)
+            for saved in arguments:
+                write_back(*saved)
             result = fn(*args)
             fresh = self.fresh(result, used + memory_of(kept))
             self._record(fn, args, {}, result, fresh)
@@ -131,7 +133,8 @@ class Tape(TensorTracker):
 
     def undo(self) -> None:
         """Restore what tensors from outside held."""
-        _restore(self._before[::-1])
+        for saved in reversed(self._before):
+            write_back(*saved)
         self._before.clear()
 
 
@@ -156,16 +159,6 @@ class EachOp(LightDispatchMode):
 
 
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
-
-
-def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
-    """Write saved contents back; a dimension of stride 0 has one element in memory."""
-    with torch.inference_mode():
-        for tensor, before in contents:
-            for dim, step in enumerate(tensor.stride()):
-                if step == 0 and tensor.size(dim):
-                    tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
-            tensor.copy_(before)
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -23,6 +22,8 @@ from ....compile.ir.serialization import dtype_name
 from ....errors import HostValueChanged, MovedTensor
 from ....torch_compat.basics.modules import Place, place_reader
 from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
+from ...forward_context import ForwardContext
+from ...tensors_by_path import tensors_by_path
 from .shared_memory import named_weights
 
 Read = Callable[[], Place | None]
@@ -50,7 +51,7 @@ class Addresses:
     or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
 
-    __slots__ = ("_parts", "_place", "_tensors", "_watched", "address", "changes")
+    __slots__ = ("_parts", "_place", "_watched", "address", "changes")
 
     def __init__(self, address: Callable[[Tensor], int]) -> None:
         def place(tensor: Tensor) -> Place:
@@ -61,12 +62,6 @@ class Addresses:
         self.changes = 0
         self._watched: dict[str, _Watched] = {}
         self._parts: dict[str, list[str]] = {}
-        self._tensors: dict[str, ref[Tensor]] = {}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that `watch` was given and that are still alive."""
-        alive = {name: tensor() for name, tensor in self._tensors.items()}
-        return {name: tensor for name, tensor in alive.items() if tensor is not None}
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Watch the memory of a tensor without keeping it alive, so that freeing it is noticed.
@@ -76,7 +71,6 @@ class Addresses:
         stale.
         """
         alive, storage = ref(tensor), weak_storage(tensor)
-        self._tensors[name] = alive
         then = self._place(tensor)
 
         def read() -> Place | None:
@@ -110,12 +104,6 @@ class Addresses:
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
             for label, part in zip(self._parts[name], parts, strict=True):
                 self._watch(label, place_reader(module, name, self.address, part))
-
-    def follow(self, before: Addresses) -> None:
-        """Also watch all that `before` watches."""
-        self._watched = {**before._watched, **self._watched}
-        self._parts = {**before._parts, **self._parts}
-        self._tensors = {**before._tensors, **self._tensors}
 
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
@@ -152,7 +140,7 @@ class Snapshot:
         names = [watched.name for watched, then in self._entries if watched.read() != then]
         return names + [value.name for value in self.values if value.changed()]
 
-    def check_step(self) -> None:
+    def check_step(self, *step: Any) -> None:
         """Compare all at the first step and after a change, otherwise the next few in turn.
 
         Raises MovedTensor, and HostValueChanged.
@@ -198,7 +186,7 @@ class HostValue:
         return self._bytes() != self._then
 
     def _bytes(self) -> bytes:
-        """The first of the memory; that of a scalar is compared as a whole."""
+        """The first 1,024 bytes."""
         memory = self._tensor.untyped_storage()
         return ctypes.string_at(memory.data_ptr(), min(memory.nbytes(), 1024))
 
@@ -260,8 +248,9 @@ class MetadataAddresses:
         """The addresses that steps compare."""
         return {place[0] for place in self._expected.values()}
 
-    def check(self, metadata: Any) -> None:
+    def check_step(self, context: ForwardContext, tensors: tuple[Any, ...]) -> None:
         """Compare one step's metadata. Raises MovedTensor for a tensor in another place."""
+        metadata = context.metadata
         self._steps += 1
         if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every:
             read, places = next(self._in_turn)
@@ -281,7 +270,6 @@ class MetadataAddresses:
 STEPS_WITH_METADATA_CHECK = 3
 METADATA_CHECK_EVERY = 64
 METADATA_PER_STEP = 4
-_DEPTH = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 
 
@@ -308,24 +296,3 @@ def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
     places = ", ".join(place.format(path) for path in paths)
     read: Callable[[Any], list[Place]] = eval(f"lambda metadata: [{places}]")
     return read
-
-
-def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """The tensors in containers and attributes, each with its path."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    if depth == _DEPTH or value is None or isinstance(value, (bool, int, float, str, bytes, type)):
-        return
-    items: Iterable[tuple[str, Any]]
-    if isinstance(value, Mapping):
-        items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    elif not hasattr(value, "__dict__") and not is_dataclass(value):
-        return
-    else:
-        names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
-        items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
-    for place, item in items:
-        yield from tensors_by_path(place, item, depth + 1)

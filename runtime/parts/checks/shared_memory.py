@@ -8,7 +8,7 @@ model itself would.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 from ....compile.plan.compiled_model import CompiledModel
 from ....errors import InputsShareMemory
 from ....torch_compat.basics.tensors import inner_tensors, storage_id
+from ...core.check import CheckStep
+from ...forward_context import ForwardContext
 
 _LARGEST_MASK = 1 << 24
 
 
-def memory_check(
-    compiled: CompiledModel, seen_written: Collection[str] = ()
-) -> Callable[[tuple[Tensor, ...]], None] | None:
+def memory_check(compiled: CompiledModel, seen_written: Collection[str] = ()) -> CheckStep | None:
     """A function that raises InputsShareMemory for the input tensors of a step; None for a model
     that writes to no input and no weight.
 
@@ -53,7 +53,7 @@ def memory_check(
     furthest = [*accumulate(ends, max)]
     """The end of what begins at the same place or before."""
 
-    def check(tensors: tuple[Tensor, ...]) -> None:
+    def check(context: ForwardContext, tensors: tuple[Tensor, ...]) -> None:
         for position, tensor in enumerate(tensors):
             start, end = _bounds(tensor)
             at = bisect_left(starts, end) - 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....errors import StaleContext
-from ...forward_context import CURRENT, ForwardContext
+from ...forward_context import ForwardContext
 
 _LEAVES = (
     bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device,
@@ -55,6 +55,10 @@ class StepReads:
             path: f"{value!r} at {self._places[path][0]}" for path, value in self._values.items()
         }
 
+    def context(self, context: ForwardContext) -> NotingContext:
+        """What stands for `context` in the captured region."""
+        return NotingContext(context, self)
+
     def value(self, path: str, value: Any) -> Any:
         """Note `value`, or give one that notes what is read of it."""
         if not self.open or isinstance(value, _OPAQUE):
@@ -73,7 +77,7 @@ class StepReads:
             return _Noting(value, path, self)
         return value
 
-    def check(self, context: ForwardContext) -> None:
+    def check(self, context: ForwardContext, tensors: tuple[Any, ...]) -> None:
         """Compare a step's. Raises StaleContext for a value that the graph has another of."""
         if self._read is None:
             paths = "".join(f"{path}, " for path in self._values)
@@ -105,24 +109,11 @@ class StepReads:
 
 
 class NotingContext:
-    """The forward context of a capture, in which Python inside its graphs always runs.
-
-    On a device such Python runs once. An emulated replay runs it with the values of the capture.
-    """
+    """Stands for the forward context of a capture, and notes what is read of it."""
 
     def __init__(self, context: ForwardContext, reads: StepReads) -> None:
         self._reads = reads
-        self._context = ForwardContext(
-            context.layers, context.metadata, context.decision, context.num_tokens
-        )
-
-    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)` in this context."""
-        token = CURRENT.set(self)
-        try:
-            return fn(*args)
-        finally:
-            CURRENT.reset(token)
+        self._context = context
 
     @property
     def layers(self) -> Any:

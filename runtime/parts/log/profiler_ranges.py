@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.profiler import record_function
 
-from ....compile.ir.plan import CallStep, PieceStep, Plan
+from ....compile.ir.plan import Plan
 from ....compile.plan.codegen import Hook
+from ....compile.plan.step_names import call_names, piece_names
 from ....dispatch import Decision
+from ...capture.recording import Recording, SegmentKind, run_calls
 from .step_log import StepObserver
-
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
-
-
-def piece_names(plan: Plan) -> list[str]:
-    """A name for each use of a piece: `piece 1 layers 6-7`, after the weights that it reads."""
-    targets = {weight.name: weight.target for weight in plan.weights}
-    return [
-        f"piece {step.piece}{_layers(targets.get(name, '') for name in step.args)}"
-        for step in plan.steps
-        if isinstance(step, PieceStep)
-    ]
-
-
-def call_names(plan: Plan) -> list[str]:
-    """A name for each call of a splitting op: `op attention layer 7`, after its text arguments."""
-    return [_call_name(step) for step in plan.calls()]
-
-
-def _call_name(step: CallStep) -> str:
-    texts = (each for each in [*step.args, *step.kwargs.values()] if isinstance(each, str))
-    return f"op {step.op.rpartition('::')[2].partition('.')[0]}{_layers(texts)}"
-
-
-def _layers(names: Iterable[str]) -> str:
-    """` layer 7` or ` layers 6-7`, by the first number in each dotted name; empty without one."""
-    layers = sorted({int(match[1]) for name in names if (match := _NUMBER.search(name))})
-    if not layers:
-        return ""
-    return f" layer {layers[0]}" if len(layers) == 1 else f" layers {layers[0]}-{layers[-1]}"
 
 
 def ranged(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +33,23 @@ def range_hooks(plan: Plan) -> tuple[Hook, Hook]:
         lambda use, piece: ranged(pieces[use], piece),
         lambda use, op: ranged(calls[use], op),
     )
+
+
+def name_segments(recording: Recording, plan: Plan) -> None:
+    """Replay each segment of `recording` in a range, by the pieces and ops that it holds."""
+    graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
+    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
+    one_per_piece = len(graphs) == len(plan.piece_uses()) > 1
+    named, last = [], ""
+    for segment in recording.segments:
+        for index, call in enumerate(segment.calls):
+            if segment.kind is SegmentKind.EAGER:
+                name = next(calls, f"op {segment.names[index]}")
+                last = f" after {segment.names[index]}" if not plan.calls() else ""
+            else:
+                name = next(pieces) if one_per_piece else f"graph {recording.name}{last}"
+            named.append(ranged(name, call))
+    recording.replay = partial(run_calls, tuple(named))
 
 
 class StepRanges(StepObserver):

@@ -19,7 +19,7 @@ BOUNDS = tuple(scale * unit for unit in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1) for scale
 
 
 class StepObserver:
-    """Observes each step of a prepared model: see `PreparedModel.observe`.
+    """Observes each step of a prepared model: see `parts.log.observe`.
 
     Subclasses override what they need. Steps are slower while there is an observer.
     """
@@ -60,6 +60,8 @@ class LoggedStep:
 
 class StepLog(StepObserver):
     """The last `keep` steps, and a histogram of the durations of all steps by runtime mode."""
+
+    bounds = BOUNDS
 
     def __init__(self, dispatcher: Dispatcher, keep: int) -> None:
         self.steps: deque[LoggedStep] = deque(maxlen=keep)

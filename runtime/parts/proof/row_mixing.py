@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,7 +28,9 @@ from ....errors import OtherRowsWritten
 from ....torch_compat.basics.ops import OpOverload
 from ....torch_compat.basics.tensors import FakeTensorMode, tree_map_only, without_modes
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
-from ...core.preserved import Kept, preserve_rows
+from ...capture.breaks import WITHOUT_BREAKS
+from ...core.preserved import preserve
+from ...core.records import RowsMixed
 
 Shape = tuple[int, ...]
 
@@ -48,17 +49,6 @@ _MIXING = re.compile(
 _ANY = re.compile("")
 
 
-@dataclass(frozen=True, slots=True)
-class MixedRows:
-    """Piece `piece` gives `result` other real rows when its inputs are padded."""
-
-    piece: int
-    result: str
-    where: str | None
-    size: str = TOKENS
-    """The size whose padding does."""
-
-
 def find_mixed_rows(
     compiled: CompiledModel,
     device: torch.device,
@@ -66,7 +56,7 @@ def find_mixed_rows(
     size: str = TOKENS,
     sentinels: Mapping[str, float] = {},
     forward: Callable[..., Any] | None = None,
-) -> list[MixedRows]:
+) -> list[RowsMixed]:
     """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
     because an op in it needs a step, is left out.
 
@@ -93,7 +83,7 @@ def find_mixed_rows(
             text = plan.pieces[index].text
             where = op_line(text, _MIXING) or op_line(text, _ANY)
             where = untraced.mixes_at if untraced else where
-            mixed.append(MixedRows(index, result, where, size))
+            mixed.append(RowsMixed(index, result, where, size))
     return mixed
 
 
@@ -144,7 +134,7 @@ def _mixed(
         # torch's manual_seed formats a stack for each kind of device
         (torch.default_generator if device.type == "cpu" else torch).manual_seed(_SEED)
         inputs = [value for value in args if all(value is not weight for weight in weights)]
-        with preserve_rows(written, inputs, check=True):
+        with preserve(written, inputs, check=True):
             results = fn(args)
             return [one.clone() if written and isinstance(one, Tensor) else one for one in results]
 
@@ -200,7 +190,7 @@ class WithoutBreaks:
                 return [*self._forward(*args), *self._given]
         finally:
             WITHOUT_BREAKS.reset(token)
-            self._made.restore()
+            self._made.undo.close()
 
     def call(self, name: str, fake: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stand in for a break, which `fake` is on fake tensors."""
@@ -237,34 +227,24 @@ class WithoutBreaks:
             self.mixes_at = user_line()
 
 
-WITHOUT_BREAKS: ContextVar[WithoutBreaks | None] = ContextVar("without_breaks", default=None)
-"""What stands in for the breaks of this thread."""
-
-
 class _Made(TensorTracker):
-    """Tells memory that a run made, or was given, from that of the model and the engine, which it
-    restores; what is allocated holds zeros."""
+    """Tells memory that a run made, or was given, from that of the model and the engine, which
+    `undo` restores; what is allocated holds zeros."""
 
     def __init__(self, device: str, args: list[Any], saw: Callable[[OpOverload], None]) -> None:
         super().__init__(device, Ownership())
         self._args = args
         self._saw = saw
-        self._kept: list[Kept] = []
+        self.undo = ExitStack()
+        """Raises OtherRowsWritten."""
         for tensor in tensors_in(args):
             self.ownership.make(tensor)
-
-    def restore(self) -> None:
-        """Raises OtherRowsWritten."""
-        for kept in reversed(self._kept):
-            kept.restore()
-        for kept in self._kept:
-            kept.check()
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         self._saw(func)
         for tensor in written_by(func, args, kwargs):
             if not self.ownership.is_made(tensor):
-                self._kept.append(Kept([tensor], self._args, check=True))
+                self.undo.enter_context(preserve([tensor], self._args, check=True))
         result = super().operation(func, args, kwargs)
         if func.overloadpacket.__name__ in ALLOCATIONS:
             for tensor in tensors_in(result):

@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,17 +23,8 @@ from ....config import Config
 from ....dispatch import DispatchPlan
 from ....errors import RankLost, RanksDisagree
 from ....torch_compat.basics.distributed import process_group_store
+from ...core.exchange import Facts
 from ...setup.policy import attention_support
-
-Facts = Mapping[str, Any]
-
-Exchange = Callable[[str, Facts], list[dict[str, Any]]]
-"""Sends facts on a topic to all ranks and returns those of each rank, by rank."""
-
-
-def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
-    """`Ranks.exchange` for a single process."""
-    return [dict(facts)]
 
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
@@ -52,19 +42,6 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
         "strategy": {"kind": config.strategy.kind.value, **config.strategy.model_dump()},
         "memory_limit": config.steps.memory_limit,
     }
-
-
-def worst_outcome(
-    exchange: Exchange, topic: str, ms: float, num_bytes: int, reason: str
-) -> tuple[float, int, str]:
-    """The outcome of a capture on all ranks: the longest time, the most bytes, any failure."""
-    outcomes = exchange(topic, {"ms": ms, "bytes": num_bytes, "reason": reason})
-    failures = [f"rank {i}: {o['reason']}" for i, o in enumerate(outcomes) if o["reason"]]
-    return (
-        max(outcome["ms"] for outcome in outcomes),
-        max(outcome["bytes"] for outcome in outcomes),
-        reason if len(outcomes) == 1 else "; ".join(failures),
-    )
 
 
 class Ranks:

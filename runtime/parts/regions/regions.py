@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from ....cache import Cache, Entry, Key
-from ....cache.keys.encoder import Undescribable, class_name
 from ....cache.lock import temporary_directory
 from ....compile.backends.inductor import compiling
 from ....compile.bundle.key_factors import machine_key
+from ....compile.conditions.values import Undescribable, class_name
 from ....compile.ir.config import CodeConfig
 from ....compile.plan.compiled_model import CompiledModel
 from ....torch_compat.basics.structured_trace import TRACE_LOGGER

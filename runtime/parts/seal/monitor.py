@@ -2,7 +2,7 @@
 
 Dynamo, Inductor and its autotuner report to torch's structured trace, which tlparse reads as well;
 listening there imports neither and costs nothing while nothing compiles. Triton calls its
-compilation listener. The beginning of every CUDA graph, and of every capture on the model's
+compilation listener. The beginning of every graph of a device, and of every capture on the model's
 backend, is hooked. Work in a thread that is not the model's, or inside `allow_compilation()`, such
 as the preparation of another model, is no violation.
 """
@@ -14,52 +14,26 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from enum import StrEnum
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ....config import AfterSeal
 from ....errors import WorkAfterSeal
+from ....torch_compat.basics.devices import graph_classes
 from ....torch_compat.basics.structured_trace import TRACE_LOGGER
 from ...backends.protocol import GraphBackend
+from ...core.allowed_work import WorkKind, is_compilation_allowed
 from ...core.records import Records
 from ...forward_context import CURRENT, ForwardContext
 
-_ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
-
-
-class Kind(StrEnum):
-    """Work that must not happen after `seal()`."""
-
-    TRACE = "Dynamo trace"
-    RECOMPILE = "Dynamo recompile"
-    INDUCTOR = "Inductor compile"
-    AUTOTUNING = "autotuning"
-    TRITON = "Triton compile"
-    CAPTURE = "unplanned capture"
-
-
 _SPANS = {
-    "inductor_compile": Kind.INDUCTOR,
-    "CachingAutotuner.benchmark_all_configs": Kind.AUTOTUNING,
-    "CachingAutotuner.coordinate_descent_tuning": Kind.AUTOTUNING,
+    "inductor_compile": WorkKind.INDUCTOR,
+    "CachingAutotuner.benchmark_all_configs": WorkKind.AUTOTUNING,
+    "CachingAutotuner.coordinate_descent_tuning": WorkKind.AUTOTUNING,
 }
 """Spans of torch's trace by name; those that end in `_template_autotuning` are autotuning too."""
-
-
-@contextmanager
-def allow_compilation() -> Iterator[None]:
-    """Compiling and capturing inside the block is no violation of `seal()`."""
-    token = _ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
 
 
 class Monitor:
@@ -92,9 +66,14 @@ class Monitor:
             self._records.events.emit("seal")
             self._handler = _TraceHandler(self._saw)
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
-            self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
-            if self._backend.name != "cuda":  # whose captures begin a CUDA graph
+            classes = graph_classes()
+            if (own := self._backend.graph_class) is None:
                 self._hooks.append(_Hook(type(self._backend), "begin", self._saw_begin))
+            else:
+                classes.setdefault(own, f"a graph of {own.__name__}")
+            for graph_class, name in classes.items():
+                saw = partial(self._saw_graph, name)
+                self._hooks.append(_Hook(graph_class, "capture_begin", saw))
             if knobs := _triton_knobs():
                 self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
 
@@ -108,18 +87,18 @@ class Monitor:
 
     def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
         if not cache_hit:
-            self._saw(Kind.TRITON, f"kernel {src.name}")
+            self._saw(WorkKind.TRITON, f"kernel {src.name}")
 
-    def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
-        self._saw(Kind.CAPTURE, "a CUDA graph")
+    def _saw_graph(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self._saw(WorkKind.CAPTURE, name)
 
     def _saw_begin(self, backend: GraphBackend, *args: Any) -> None:
         if backend is self._backend:
-            self._saw(Kind.CAPTURE, f"a graph on backend {backend.name}")
+            self._saw(WorkKind.CAPTURE, f"a graph on backend {backend.name}")
 
-    def _saw(self, kind: Kind, detail: str) -> None:
+    def _saw(self, kind: WorkKind, detail: str) -> None:
         in_step = CURRENT.get() is self._context
-        if _ALLOWED.get() or not (in_step or threading.get_ident() == self._thread):
+        if is_compilation_allowed() or not (in_step or threading.get_ident() == self._thread):
             return
         self._records.events.count("after_seal." + kind.name.lower())
         if self._policy is AfterSeal.COUNT:
@@ -127,7 +106,7 @@ class Monitor:
         shape = _shape(self._context) if in_step else "no step"
         facts = {"kind": kind.value, "detail": detail, "shape": shape, "stack": _callers()}
         self._records.events.emit("after_seal", level=logging.WARNING, **facts)
-        ours = in_step or kind is Kind.CAPTURE
+        ours = in_step or kind is WorkKind.CAPTURE
         if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"
             raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
@@ -138,7 +117,7 @@ class _TraceHandler(logging.Handler):
 
     root_dir = None  # as in torch's own handlers: nothing is written
 
-    def __init__(self, saw: Callable[[Kind, str], None]) -> None:
+    def __init__(self, saw: Callable[[WorkKind, str], None]) -> None:
         super().__init__()
         self._saw = saw
 
@@ -147,13 +126,13 @@ class _TraceHandler(logging.Handler):
         metadata: dict[str, Any] = getattr(record, "metadata", {})
         if "dynamo_start" in metadata:
             again = metadata.get("frame_compile_id", 0) > 0
-            kind = Kind.RECOMPILE if again else Kind.TRACE
+            kind = WorkKind.RECOMPILE if again else WorkKind.TRACE
             self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
         elif "chromium_event" in metadata:
             event = json.loads(record.payload)  # type: ignore[attr-defined]
             work = _SPANS.get(event["name"])
             if event["name"].endswith("_template_autotuning"):
-                work = Kind.AUTOTUNING
+                work = WorkKind.AUTOTUNING
             if work and event["ph"] == "B":
                 self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
         return True

@@ -9,19 +9,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ....compile.ir.compilation import BundleMiss, CompileRequest
+from ....compile.ir.compilation import BundleMiss, CompileRecords, CompileRequest
 from ....compile.pipeline import compile_missing, without_bundle
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.warm import Loaded, NoBundle
 from ....errors import ModelMismatch
-from ....events import Event
+from ...core.exchange import Exchange
 from ...core.records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
-from ..ranks.ranks import Exchange
 from .tracing_thread import TracingThread, beside_steps
 
 ATTEMPTS = 3
-FAULTS = ("compile.library_failed", "bundle.not_kept", "cache.publish_failed")
-"""Events that say why there are no libraries."""
 
 
 class Background:
@@ -33,8 +30,7 @@ class Background:
         self._began = time.perf_counter()
         self._loaded: Loaded | None = None
         self._phase = ""
-        self._faults: list[str] = []
-        """Why the code could not be stored."""
+        self._compile_records = CompileRecords()
         self.thread = TracingThread("piecegraph-background", self._compile, self._failed, exchange)
         self._note("started")
 
@@ -67,9 +63,9 @@ class Background:
         """In the thread. Its records are apart: those of the start stay as they are."""
         apart = Records(self._records.events.parent)
         apart.events.phase_listeners.append(self._note)
-        for events in (apart.events, self._records.events):  # a cache emits those of the start
-            events.listeners.append(self._tell)
         request = beside_steps(self._missing.request, apart, self.thread)
+        request = replace(request, progress=self._note)
+        self._compile_records = apart.compile
         try:
             for _ in range(ATTEMPTS):  # a model that is changed meanwhile is compiled again
                 compile_missing(replace(self._missing, request=request))
@@ -78,11 +74,10 @@ class Background:
                     self._loaded = outcome
                     return ""
                 failure = str(outcome)
-                if self._faults:
+                if self._compile_records.not_stored():
                     break
                 self._missing = without_bundle(self._missing.request)
         finally:
-            self._records.events.listeners.remove(self._tell)
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
         return self._failure(failure)
@@ -91,22 +86,14 @@ class Background:
         return self._failure(f"{type(error).__name__}: {error}")
 
     def _failure(self, failure: str) -> str:
-        return "; ".join(dict.fromkeys(self._faults)) or failure
+        not_stored = self._compile_records.not_stored()
+        return f"its code cannot be stored: {not_stored}" if not_stored else failure
 
     def _note(self, phase: str) -> None:
         """Record a phase once, though waiting for another process repeats it."""
         if self._phase != phase:
             self._phase = phase
             self._records.add(BackgroundPhase(phase, round(self.seconds, 3)))
-
-    def _tell(self, event: Event) -> None:
-        if event.name == "compile.end":
-            self._note(f"compiled piece {event.facts['piece']}")
-        elif event.name == "cache.wait":
-            self.thread.checkpoint()
-            self._note("another process compiles it")
-        elif event.name in ("bundle.not_kept", "cache.publish_failed"):
-            self._faults.append(f"its code cannot be stored: {event.facts['reason']}")
 
 
 class Libraries:
@@ -123,9 +110,7 @@ class Libraries:
 
         apart = Records(self._records.events.parent)
         compile_ahead(beside_steps(self._request, apart, self.thread))
-        both = (apart.events, self._records.events)  # a cache emits those of the start
-        found = [event for events in both for name in FAULTS for event in events.named(name)]
-        return self._over("; ".join(dict.fromkeys(event.facts["reason"] for event in found)))
+        return self._over(apart.compile.not_stored())
 
     def _failed(self, error: Exception) -> str:
         return self._over(f"{type(error).__name__}: {error}")

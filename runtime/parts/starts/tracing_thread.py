@@ -19,10 +19,11 @@ from dataclasses import replace
 import torch
 
 from ....compile.ir.compilation import CompileRequest
+from ....torch_compat.basics.devices import autocast_devices
 from ....torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
+from ...core.allowed_work import allow_compilation
+from ...core.exchange import Exchange
 from ...core.records import Records
-from ..ranks.ranks import Exchange
-from ..seal.monitor import allow_compilation
 
 SWITCH_INTERVAL_S = 0.0001
 """How soon the trace gives the interpreter to a step that waits for it; Python's default is 5 ms.
@@ -36,7 +37,7 @@ STEPS_PER_EXCHANGE = 16
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 
 
-class Stopped(BaseException):
+class WorkEnded(BaseException):
     """Ends the work at a checkpoint. No handler of `Exception` on the way may keep it."""
 
 
@@ -77,7 +78,9 @@ class TracingThread:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
         self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._autocast_dtypes = {each: torch.get_autocast_dtype(each) for each in ("cpu", "cuda")}
+        self._autocast_dtypes = {
+            device: torch.get_autocast_dtype(device) for device in autocast_devices()
+        }
         keep_device_guard()
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
@@ -123,7 +126,7 @@ class TracingThread:
     def checkpoint(self) -> None:
         """End the work here if it was stopped."""
         if self.stopped:
-            raise Stopped
+            raise WorkEnded
 
     def _end(self) -> None:
         self.stop()
@@ -145,7 +148,7 @@ class TracingThread:
         for device, dtype in self._autocast_dtypes.items():
             torch.set_autocast_dtype(device, dtype)
         with (
-            suppress(Stopped),
+            suppress(WorkEnded),
             self._alone(),
             self._after_imports(),
             torch.inference_mode(self._inference),

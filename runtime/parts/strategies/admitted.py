@@ -1,4 +1,4 @@
-"""What captures may take: their number between two steps, idle time, bytes of lazy recordings."""
+"""Limits on captures: their number between two steps, idle time, bytes of lazy recordings."""
 
 from __future__ import annotations
 

@@ -8,69 +8,71 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from time import perf_counter
 
 from ....config import Eager, Lazy, Strategy
 from ....dispatch import Batch, Decision, Dispatcher, RuntimeMode
-from ...backends.protocol import GraphBackend
-from ...capture.captures import Captures, GraphMaker
-from ...core.records import CaptureRecord, Records
-from ..ranks.ranks import Exchange
-from ..seal.monitor import allow_compilation
+from ...capture.capture_all import Progress
+from ...capture.captures import Captures
+from ...core.allowed_work import allow_compilation
+from ...core.records import CaptureRecord
 from .admitted import CaptureBudget, LazyBytes
+from .counted import CountedCaptures
 from .graph_memory import GraphMemory
 from .memory_limit import MemoryLimit
 from .wanted import CaptureQueue
 
 
-class Capturer:
+class StrategyCapturer:
     """The captures of one prepared model. `active` says whether steps may capture.
 
-    A step need not call `before_step` for a decision in `idle_steps`, see `CaptureQueue`.
-    `on_complete` is called before a step, once DELAYED or LAZY have nothing left to capture.
+    A step need not call `before_step` for a decision in `idle_steps`, see `CaptureQueue`. `counts`
+    gives how many steps of 0, 1, … tokens were run so far, up to a size.
     """
+
+    queue: CaptureQueue
+    captures: CountedCaptures
+    limit: MemoryLimit
 
     def __init__(
         self,
         strategy: Strategy,
         memory_limit: int | float | None,
+        captures: Captures,
         dispatcher: Dispatcher,
-        backend: GraphBackend,
-        records: Records,
-        graphs: GraphMaker,
-        exchange: Exchange,
-        *,
         counts: Callable[[int], Sequence[int]] = lambda largest: (),
-        on_complete: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = perf_counter,
     ) -> None:
-        plan = dispatcher.plan
         self.active = False
-        self.queue = CaptureQueue(strategy.kind, plan)
-        self.captures = Captures(plan, backend, records, graphs, exchange, self.queue, clock)
-        self.limit = MemoryLimit(memory_limit, self.captures, counts)
-        self.idle_steps = self.queue.idle_steps
-        self._eager = isinstance(strategy, Eager)
-        lazy_bytes = strategy.max_bytes if isinstance(strategy, Lazy) else None
-        self._lazy = LazyBytes(lazy_bytes, self.queue.states, plan.entries)
-        self._captures_per_step = strategy.captures_per_step
-        self._on_complete = on_complete
+        self.is_eager = isinstance(strategy, Eager)
+        self._strategy = strategy
+        self._memory_limit = memory_limit
+        self._captures = captures
         self._dispatcher = dispatcher
-        self._records = records
+        self._counts = counts
+        self._records = captures.records
         self._probes: Iterator[float] | None = None
         """The forecast in progress, on which a startup set waits while the model serves."""
+        self._start_over()
+
+    def _start_over(self) -> None:
+        strategy, plan = self._strategy, self._captures.plan
+        self.queue = CaptureQueue(strategy.kind, plan)
+        self.captures = CountedCaptures(self._captures, self.queue)
+        self.limit = MemoryLimit(self._memory_limit, self.captures, self._counts)
+        self.idle_steps = self.queue.idle_steps
+        lazy_bytes = strategy.max_bytes if isinstance(strategy, Lazy) else None
+        self._lazy = LazyBytes(lazy_bytes, self.queue.states, plan.entries)
+        self._probes = None
 
     @property
     def memory(self) -> GraphMemory:
         """The bytes that graphs take."""
         return self.captures.memory
 
-    def startup(
-        self,
-        progress: Callable[[CaptureRecord], None] | None = None,
-        *,
-        serving: bool = False,
-    ) -> None:
+    def wanted_at_startup(self) -> list[int]:
+        """The graphs that `startup` will try to capture, in order."""
+        return [graph_index for graph_index, *_ in self.queue.startup()]
+
+    def startup(self, progress: Progress | None = None, *, serving: bool = False) -> None:
         """Capture what the strategy wants at startup; `progress` is called per capture.
 
         In `serving`, between two steps, a dummy batch that fails is no error.
@@ -78,10 +80,10 @@ class Capturer:
         self._probes = None
         self.limit.apply()
         self._capture_startup_set(progress, serving)
-        while self.limit.exceeded or (self._eager and self.limit.make_room()):
+        while self.limit.exceeded or (self.is_eager and self.limit.make_room()):
             self.limit.return_to_limit()
             self._capture_startup_set(progress, serving)
-        if self._eager:
+        if self.is_eager:
             self.limit.use_room(progress)
         self._refresh_active()
         if self.memory.forecast is not None:
@@ -110,15 +112,13 @@ class Capturer:
         """
         wanted = self._dispatcher.wanted(batch, allowed_modes, excluded_modes).graph_index
         self.queue.see(wanted)
-        changes, budget = self.captures.changes, CaptureBudget(self._captures_per_step)
+        changes, budget = self._captures.changes, CaptureBudget(self._strategy.captures_per_step)
         if self._probe(budget):
             self._spend(budget, self.queue.between_steps(wanted))
-        changed = self.captures.changes != changes
+        changed = self._captures.changes != changes
         idle = not changed and self._probes is None and self.queue.nothing_to_capture(wanted)
         if idle and decision is not None:
             self.queue.add_idle(decision, wanted, batch.num_reqs)
-        if not self.active and not self._eager:
-            self._on_complete()
         return changed
 
     def idle(self, budget_ms: float) -> int:
@@ -128,6 +128,13 @@ class Capturer:
         self.queue.count_idle()
         budget = CaptureBudget(len(self._dispatcher.plan.entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time()) if self._probe(budget) else 0
+
+    def released(self) -> None:
+        """All graphs were freed: start over."""
+        modes = self.memory.by_mode
+        self._start_over()
+        self.memory.by_mode = dict.fromkeys(modes, 0)
+        self.active = False
 
     def take_out(self, indices: Collection[int]) -> None:
         """Free graphs that are never captured again."""
@@ -142,7 +149,7 @@ class Capturer:
             return
         for graph_index in indices:
             self.captures.evict(graph_index)
-        with self.captures.session(prepare=True) as session:
+        with self._captures.session(prepare=True) as session:
             for graph_index in indices:
                 self.limit.capture(graph_index, session)
         self.limit.return_to_limit()
@@ -169,10 +176,8 @@ class Capturer:
                 budget.spend(ms)
         return True
 
-    def _capture_startup_set(
-        self, progress: Callable[[CaptureRecord], None] | None, serving: bool
-    ) -> None:
-        with self.captures.session(prepare=True) as session:
+    def _capture_startup_set(self, progress: Progress | None, serving: bool) -> None:
+        with self._captures.session(prepare=True) as session:
             for group in self.queue.startup():
                 for graph_index in group:
                     state = self.queue.states[graph_index]
@@ -192,7 +197,7 @@ class Capturer:
         if graph_index is None:
             return 0
         count = 0
-        with self.captures.session(prepare=False) as session:
+        with self._captures.session(prepare=False) as session:
             while graph_index is not None:
                 if self.limit.capture(graph_index, session):
                     if self.queue.is_kept(graph_index):
@@ -232,6 +237,6 @@ class Capturer:
         """Steps capture as long as something can still be captured."""
         was_active = self.active
         catching_up = self._probes is not None or self.queue.adding
-        self.active = catching_up or (not self._eager and not self.queue.complete)
+        self.active = catching_up or (not self.is_eager and not self.queue.complete)
         if was_active and not self.active:
             self._records.events.emit("capture.complete", level=logging.INFO, step=self.queue.step)

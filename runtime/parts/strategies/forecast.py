@@ -20,7 +20,7 @@ from ....events import Events
 from ...backends.protocol import GraphBackend
 from ...capture.recording import Recording
 from ...capture.session import CaptureSession, capture_session
-from ..ranks.ranks import Exchange, worst_outcome
+from ...core.exchange import Exchange, worst_outcome
 
 RecordGraph = Callable[[int, CaptureSession], Recording]
 

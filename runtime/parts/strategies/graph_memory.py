@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 from ....dispatch import DispatchPlan, RuntimeMode
+from ...core.exchange import Exchange
 from ...core.records import ForecastAccuracy, Records
-from ..ranks.ranks import Exchange
 from .forecast import Forecast, Graph
 from .wanted import GraphState
 
@@ -56,7 +56,7 @@ class GraphMemory:
         self.by_mode[graph[0]] = self.by_mode.get(graph[0], 0) + num_bytes
 
     def freed(self, graph_index: int, num_bytes: int) -> None:
-        """Subtract a graph, of which `num_bytes` were freed: less than it took if others share."""
+        """Subtract a graph. `num_bytes` is what was freed; memory that other graphs share stays."""
         graph = graph_of(self._plan, graph_index)
         self._captured.remove(graph)
         self.by_mode[graph[0]] -= num_bytes

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ...capture.captures import Captures
 from ...capture.session import CaptureSession
+from ...core.allowed_work import allow_compilation
 from ...core.records import CaptureRecord
-from ..seal.monitor import allow_compilation
+from .counted import CountedCaptures
 from .forecast import forecast_memory
 from .graph_memory import GraphMemory
 
@@ -25,7 +25,7 @@ class MemoryLimit:
     def __init__(
         self,
         limit: int | float | None,
-        captures: Captures,
+        captures: CountedCaptures,
         counts: Callable[[int], Sequence[int]],
     ) -> None:
         self.is_set = limit is not None
@@ -34,9 +34,9 @@ class MemoryLimit:
         self._limit = limit
         self._captures = captures
         self._counts = counts
-        self._plan = captures.plan
+        self._plan = captures.captures.plan
         self._queue = captures.queue
-        self._records = captures.records
+        self._records = captures.captures.records
         self._pruned: list[int] = []
 
     @property
@@ -87,7 +87,7 @@ class MemoryLimit:
                 if self._queue.states[graph_index].captured:
                     self._captures.evict(graph_index)
             self._captures.release_pool()
-            with self._captures.session(prepare=True) as session:
+            with self._captures.captures.session(prepare=True) as session:
                 for graph_index, kept in sorted(lost.items()):
                     state = self._queue.states[graph_index]
                     if not state.dropped and not self.exceeded:
@@ -98,7 +98,7 @@ class MemoryLimit:
         for graph_index in reversed(self._pruned):
             state = self._queue.states[graph_index]
             if self.memory.admits(graph_index):
-                with self._captures.session(prepare=False) as session:
+                with self._captures.captures.session(prepare=False) as session:
                     state.dropped = False
                     state.kept = self.capture(graph_index, session)
                 if state.kept and progress is not None:
@@ -128,7 +128,7 @@ class MemoryLimit:
 
         In `serving` steps may run in between.
         """
-        plan, captures, memory = self._plan, self._captures, self.memory
+        plan, captures, memory = self._plan, self._captures.captures, self.memory
         memory.forecast, failed = yield from forecast_memory(
             captures.backend,
             plan,
@@ -145,7 +145,7 @@ class MemoryLimit:
 
     def drop_above(self) -> None:
         """Drop graphs above the limit, by what is forecast. A float is a share of free memory."""
-        limit, captures = self._limit, self._captures
+        limit, captures = self._limit, self._captures.captures
         if isinstance(limit, float):
             limit = int(limit * captures.backend.memory().free)
         counts = self._counts(self._plan.largest)

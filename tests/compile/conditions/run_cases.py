@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.compile.backends import registry
 from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import BundleMissing, BundleStale
 
 from ..models import X
@@ -44,7 +44,7 @@ def verified(model: torch.nn.Module, root: Path, when: str) -> dict[str, Any]:
         prepared = None
         try:
             prepared = prepare(model, Config(**settings))
-            outcome = prepared.wait_until_verified(60)
+            outcome = prepared.parts.starts.wait_until_verified(60)
             got = prepared(X_VALUE, batch=Batch(3, 3))
             expected = model(X_VALUE)  # which may change its state: steps after it would refuse
             return {"hit": True, "verified": outcome, "right": equal(got, expected)}

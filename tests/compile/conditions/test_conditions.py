@@ -65,7 +65,7 @@ def starts(
     environment = {
         **os.environ,
         "PIECEGRAPH_OFF": os.environ.get("PIECEGRAPH_OFF", "").replace("verification", ""),
-        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "PYTHONHASHSEED": str(len(str(folder))),
     }
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -14,7 +14,7 @@ import torch
 
 from piecegraph import Config, compile_ahead, explain_miss, prepare
 from piecegraph.cache.inspection import manifests
-from piecegraph.cache.keys.encoder import Undescribable
+from piecegraph.compile.conditions.values import Undescribable
 from piecegraph.compile.plan import split_model
 
 from ..starts import start, use_text_compiler

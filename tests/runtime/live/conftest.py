@@ -28,8 +28,8 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.cache import Cache
-from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
@@ -182,7 +182,7 @@ class Texts:
         self.before = before
 
     def load(self) -> Compiler:
-        return Compiler(self.name, self.compile, self.load_artifacts)
+        return Compiler(self.name, self.compile, self.load_artifacts, version="1")
 
     def compile(self, graph: Any, inputs: Any, options: Any) -> Any:
         self.before()

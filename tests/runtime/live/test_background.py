@@ -27,7 +27,7 @@ from piecegraph import (
     StepObserver,
 )
 from piecegraph.compile import ahead
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
@@ -71,7 +71,7 @@ def test_steps_are_right_before_and_after_the_switch(
     assert report["counters"]["dynamo_traces"] > 0
     assert not report["cache"]["hit"]
     assert sum(row["count"] for row in report["dispatch"]) > found["switch"]["steps"]
-    assert "kept" in served.prepared._steps.code.addresses._parts
+    assert "kept" in served.prepared.parts.checks.addresses._parts
     assert serve_cold().prepared.compiled.from_bundle  # the next start is warm
 
 
@@ -86,7 +86,7 @@ def test_the_switch_comes_between_steps_in_flight(
     steps = []
     for switches in (False, False, True, False, False):
         if switches:
-            served.prepared.wait_until_compiled()
+            served.prepared.parts.starts.wait_until_compiled()
         x = torch.randn(4, HIDDEN)
         with torch.no_grad():
             result = served.prepared(x, batch=Batch(4, 1)).clone()
@@ -176,7 +176,7 @@ def test_the_steps_of_an_uncompiled_model_are_logged(
         def dispatched(self, batch: Batch, decision: Decision) -> None:
             seen.append((batch, decision))
 
-    served.prepared.observe(Observer())
+    served.prepared.parts.log.observe(Observer())
     served.step(3, 1)
     assert [decision.mode.name for _, decision in seen] == ["NONE"]
 
@@ -197,7 +197,7 @@ def test_another_thread_may_wait_for_the_switch(
     if captured:
         served.prepared.capture()
     monkeypatch.setattr(GraphSet, "__init__", make_slowly)
-    wait = lambda: ended.append(served.prepared.wait_until_compiled())  # noqa: E731
+    wait = lambda: ended.append(served.prepared.parts.starts.wait_until_compiled())  # noqa: E731
     thread = threading.Thread(target=wait)
     thread.start()
     while thread.is_alive():
@@ -214,7 +214,7 @@ def test_who_waits_for_the_switch_has_the_graphs_of_startup(
 ) -> None:
     served = serve_cold()
     served.prepared.capture()
-    assert served.prepared.wait_until_compiled()
+    assert served.prepared.parts.starts.wait_until_compiled()
     assert len(served.prepared.recordings()) == 3
 
 
@@ -223,10 +223,10 @@ def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
     serve_cold: Callable[..., LiveServed],
 ) -> None:
     served = serve_cold(graph_mode="NONE", capture_sizes=None)
-    assert not served.prepared.wait_until_compiled(timeout_s=0)
+    assert not served.prepared.parts.starts.wait_until_compiled(timeout_s=0)
     empty = served.prepared(torch.empty(0, HIDDEN), batch=Batch(0, 0))
     assert empty.shape == (0, HIDDEN)
-    assert served.prepared.wait_until_compiled()
+    assert served.prepared.parts.starts.wait_until_compiled()
     assert served.prepared.compiled.from_bundle
     served.step(3, 1)
 
@@ -242,7 +242,7 @@ def test_a_model_that_cannot_be_compiled_is_served_uncompiled(
 ) -> None:
     alone: dict[str, Any] = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
     served = serve_cold(Branches(), **alone)
-    assert not served.prepared.wait_until_compiled()
+    assert not served.prepared.parts.starts.wait_until_compiled()
     (failure,) = facts(served)["failures"]
     assert "GuardUnproved" in failure["reason"]
     assert "GuardUnproved" in caplog.text
@@ -258,7 +258,7 @@ def test_a_model_that_is_prepared_in_inference_mode_switches(
 ) -> None:
     with torch.inference_mode():
         served = serve_cold()
-        assert served.prepared.wait_until_compiled()
+        assert served.prepared.parts.starts.wait_until_compiled()
         served.step(3, 1)
 
 
@@ -282,7 +282,7 @@ def test_a_model_that_is_changed_meanwhile_is_compiled_again(
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
     served = serve_cold(model)
-    assert served.prepared.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(60)
     assert facts(served)["failures"] == []
     served.step(3, 1)
 
@@ -308,7 +308,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
 ) -> None:
     waiting, ended = threading.Event(), list[Exception]()
     served = serve_cold()
-    thread = served.prepared._code.beside.thread  # type: ignore[union-attr]
+    thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
     join = thread.join
 
     def join_and_say_so(timeout_s: float | None = None) -> bool:
@@ -319,7 +319,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
 
     def wait_until_compiled() -> None:
         try:
-            served.prepared.wait_until_compiled()
+            served.prepared.parts.starts.wait_until_compiled()
         except ModelClosed as error:
             ended.append(error)
 
@@ -337,7 +337,7 @@ def test_closing_waits_for_no_thread_which_ends_before_the_next_piece(
     serve_cold: Callable[..., LiveServed], held: Any
 ) -> None:
     served = serve_cold()
-    thread = served.prepared._code.beside.thread  # type: ignore[union-attr]
+    thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
     while not held.pieces:
         time.sleep(0.01)
     served.prepared.close()
@@ -346,7 +346,7 @@ def test_closing_waits_for_no_thread_which_ends_before_the_next_piece(
     assert thread.join(60)
     assert held.pieces == ["piece"]
     again = serve_cold()
-    assert again.prepared.wait_until_compiled(60)
+    assert again.prepared.parts.starts.wait_until_compiled(60)
     again.step(3, 1)
 
 
@@ -356,7 +356,7 @@ def test_events_of_the_thread_are_told_to_the_caller(
 ) -> None:
     events = Events()
     served = serve_cold(events=events)
-    assert served.prepared.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(60)
     assert [event.facts["piece"] for event in events.named("compile.end")] == [0, 1, 2]
     assert events.counters["dynamo_traces"] == served.prepared.records.counters["dynamo_traces"]
     assert "compile" not in [span.name for span in served.prepared.records.phases]
@@ -440,7 +440,7 @@ def test_libraries_are_built_once_compiled_code_serves(
     serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(request: CompileRequest) -> bool:
-        request.events.emit("compile.library_failed", piece=0, reason="no such op")
+        request.records.failed_libraries.append("no such op")
         return False
 
     monkeypatch.setattr(ahead, "compile_ahead", build)
@@ -453,7 +453,7 @@ def test_libraries_are_built_once_compiled_code_serves(
     assert [each["reason"] for each in libraries(served)] == ["no such op"]
     assert len(served.prepared.events.named("background.libraries")) == 1
     assert served.step(3, 1) == "PIECEWISE 4"
-    assert served.prepared._code.beside is None
+    assert served.prepared.parts.starts.beside is None
 
 
 @pytest.mark.compile
@@ -462,7 +462,7 @@ def test_an_error_while_libraries_are_built_does_not_reach_steps(
 ) -> None:
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
     served = serve_cold(bundle="serve_ahead")
-    served.prepared.wait_until_compiled()
+    served.prepared.parts.starts.wait_until_compiled()
     while not libraries(served):
         served.step(3, 1)
     assert "AttributeError" in libraries(served)[0]["reason"]
@@ -484,7 +484,7 @@ def test_closing_ends_the_building_of_libraries(
 
     monkeypatch.setattr(ahead, "compile_ahead", build)
     served = serve_cold(bundle="serve_ahead")
-    served.prepared.wait_until_compiled()
+    served.prepared.parts.starts.wait_until_compiled()
     assert begun.wait(60)
     served.step(3, 1)
     served.prepared.close()

@@ -118,10 +118,10 @@ def test_memory_limits_refresh_and_the_step_log_without_a_trace() -> None:
     assert 0 < len(limited.recordings()) < len(unlimited.recordings()) == 3
     model.shift = nn.Parameter(torch.rand(4), requires_grad=False)
     assert sorted(unlimited.refresh()) == [index for index, _ in unlimited.recordings()]
-    unlimited.keep_steps(2)
+    unlimited.parts.log.keep(2)
     for _ in range(3):
         assert check(unlimited, model, Batch(3, 1), 2.0) == "PIECEWISE 4"
-    assert [step.mode for step in unlimited.last_steps()] == ["PIECEWISE"] * 2
+    assert [step.mode for step in unlimited.parts.log.last_steps()] == ["PIECEWISE"] * 2
 
 
 def test_a_moved_tensor_is_an_error_without_a_trace() -> None:
@@ -144,7 +144,7 @@ def test_a_profile_names_breaks_and_graphs_by_their_modules() -> None:
     model = nn.Sequential(Block(), Block())
     config = {"inputs": {"input": "float32[num_tokens, 4]"}, "capture_sizes": (4,)}
     prepared = prepared_for(model, GraphMode.PIECEWISE, **config)
-    prepared.profiler_ranges()
+    prepared.parts.log.profiler_ranges()
     with torch.profiler.profile() as profile:
         prepared(torch.rand(4, 4), batch=Batch(4, 1), metadata={"scale": torch.tensor(1.0)})
     names = {event.key for event in profile.key_averages()}
@@ -334,7 +334,7 @@ def test_prepare_changes_nothing_of_the_model(mode: GraphMode | None) -> None:
 
 def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger() -> None:
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
-    assert {row["owner"]: row["bytes"] for row in prepared.ledger.rows()}["weights"] == 16
+    assert prepared.parts.strategies.ledger.bytes("weights") == 16
 
 
 def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events() -> None:

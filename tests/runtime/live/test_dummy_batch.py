@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import OtherRowsWritten
-from piecegraph.runtime.core.preserved import WHOLE, Kept, preserve_rows
+from piecegraph.runtime.core.preserved import WHOLE, SavedMemory, StateTooLarge, preserve
 
 from ..conftest import strict_backend
 
@@ -99,8 +99,8 @@ ACTIONS = {
     "capture": PreparedModel.capture,
     "warm_up": PreparedModel.warm_up,
     "ranges": warm_ranges,
-    "memory_plan": PreparedModel.memory_plan,
-    "idle": lambda prepared: prepared.capture_idle(1e9),
+    "memory_plan": lambda prepared: prepared.parts.strategies.memory_plan(),
+    "idle": lambda prepared: prepared.parts.strategies.idle(1e9),
     "recapture": lambda prepared: (prepared.capture(), prepared.release(), prepared.capture()),
 }
 
@@ -195,15 +195,15 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
 def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept() -> None:
     large, slots = torch.arange(WHOLE // 4 + 100.0), torch.tensor([3, 4096])
     before = large.clone()
-    with LargestResult() as largest, preserve_rows([large], [slots]):
+    with LargestResult() as largest, preserve([large], [slots]):
         large[slots] = -1.0
     assert largest.num_bytes < WHOLE // 4
-    with preserve_rows([large], [slots], check=True):
+    with preserve([large], [slots], check=True):
         large[4096] = -1.0
     assert torch.equal(large, before)
     with (
         pytest.raises(OtherRowsWritten, match=rf"rows \[{WHOLE // 4}\] of dimension 0"),
-        preserve_rows([large], [slots], check=True),
+        preserve([large], [slots], check=True),
     ):
         large[-1] = -1.0
 
@@ -213,9 +213,60 @@ def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index() -> Non
     blocks = torch.zeros(1024, 64, 128)
     x, slots = torch.ones(600, 2), torch.tensor([1000])
     for inputs, expected in (([x], [*range(600)]), ([x, slots], [*range(512), 1000])):
-        ((_, rows, _),) = Kept([blocks], inputs).contents()
+        ((_, rows, _),) = SavedMemory([blocks], inputs).contents()
         assert rows is not None
         assert rows.tolist() == expected
+
+
+def test_a_large_buffer_may_be_written_twice() -> None:
+    """Without a trace each write is undone alone, in reverse: sums are those before the write."""
+
+    class Twice(Large):
+        def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+            return super().forward(super().forward(x, slots), slots)
+
+    config = Config(
+        inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
+        steps={"padding": {"slots": 5000}}, max_num_tokens=16, max_num_reqs=16,
+        capture_sizes=(2,), graph_mode="FULL", attention={"support": 3}, cache=False, compile=False,
+    )  # fmt: skip
+    model = Twice(other_rows=False)
+    before = model.cache.clone()
+    prepare(model, config, backend=strict_backend()).capture()
+    assert torch.equal(model.cache, before)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_any_kind_is_restored_bit_for_bit(dtype: torch.dtype, inference: bool) -> None:
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().view(torch.uint8)
+
+    with torch.inference_mode(inference):
+        large = torch.ones(WHOLE + 64, 2).to(dtype)
+        one_row = torch.ones(1, 4).to(dtype)
+        nan = (torch.zeros(3) / 0).to(dtype)
+    wide, rows = one_row.expand(3, 4), torch.tensor([5])
+    tensors = [large, nan, wide]
+    before = [bits(tensor).clone() for tensor in tensors]
+    saved = SavedMemory(tensors, [rows])
+    assert not any(map(torch.any, saved.changed(saved.now())))
+    with torch.inference_mode():
+        large[5], nan[0] = False, False
+        one_row.zero_()
+    assert [int(each.sum()) for each in saved.changed(saved.now())] == [2, 1, 12]
+    saved.restore()
+    assert all(map(torch.equal, map(bits, tensors), before))
+
+
+def test_state_that_is_too_large_is_not_copied() -> None:
+    first, slots = torch.zeros(1024), torch.tensor([0])
+    with LargestResult() as largest, pytest.raises(StateTooLarge):
+        SavedMemory([first, torch.zeros(8)], [slots], most=first.nbytes)
+    assert largest.num_bytes < first.nbytes
 
 
 class LargestResult(TorchDispatchMode):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(
     served = serve()
     served.prepared.capture()
     decision = served.prepared.dispatch(served.batch(*lengths))
-    run = type(served.prepared._steps).run.__code__
+    run = type(served.prepared._core.steps).run.__code__
 
     def step(at: int | None) -> int:
         """One step, interrupted before its line number `at`; returns how many lines it ran."""
@@ -93,7 +94,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(
         with pytest.raises(KeyboardInterrupt):
             step(at)
         assert_at_rest()
-        assert not served.prepared._steps.running
+        assert not served.prepared._core.steps.running
     served.step(3)
 
 
@@ -201,15 +202,15 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
     serve: Callable[..., Any], settings: dict[str, Any], call: str
 ) -> None:
     served = serve(**settings)
-    context = served.prepared._steps.context
+    context = served.prepared._core.steps.context
     layers, context.layers = context.layers, {"other": 1}
     with pytest.raises(
         LayerMissing, match=r"no layer 'stage'; it has other \(at .*conftest.py:.*layers="
     ):
-        getattr(served.prepared, call)()
+        attrgetter(call)(served.prepared)()
     assert_at_rest()
-    assert served.prepared._steps.context.layers == {"other": 1}
-    served.prepared._steps.context.layers = layers
+    assert served.prepared._core.steps.context.layers == {"other": 1}
+    served.prepared._core.steps.context.layers = layers
     assert served.step(3) == "NONE 3"
     served.prepared.capture()
     assert served.step(3) == "PIECEWISE 4"
@@ -226,7 +227,7 @@ def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any
 def test_metadata_that_cannot_be_made_between_steps_is_reported(serve: Callable[..., Any]) -> None:
     served = serve(strategy="delayed")
     served.prepared.capture(lambda descriptor, mode: None)
-    served.prepared._graphs.dummies.metadata_for = no_metadata
+    served.prepared._core.dummies.metadata_for = no_metadata
     assert served.step(1, 1) == "FULL 8"
     assert_at_rest()
     (event,) = served.prepared.events.named("capture.failed")
@@ -350,7 +351,7 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
     served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
     served.prepared.capture()
     served.prepared.seal()
-    assert not served.prepared._graphs.capturer.active  # no step asks
+    assert not served.prepared.parts.strategies.capturer.active  # no step asks
     captures = served.backend.counters["captures"]
     for lengths in ((4,), (3,), (1, 1), (12,)):
         served.step(*lengths)
@@ -362,9 +363,9 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
 
 def test_a_dummy_batch_gives_the_context_its_layers_back(serve: Callable[..., Any]) -> None:
     served = serve()
-    layers = served.prepared._steps.context.layers
+    layers = served.prepared._core.steps.context.layers
     served.prepared.capture()
-    assert served.prepared._steps.context.layers is layers
+    assert served.prepared._core.steps.context.layers is layers
 
 
 def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:
@@ -376,7 +377,7 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
         served.step(*lengths)
         graph_index = served.prepared.dispatch(served.batch(*lengths)).graph_index
         outputs = dict(served.prepared.recordings())[graph_index].outputs
-        inputs = served.prepared._graphs.dummies.inputs(graph_index).views
+        inputs = served.prepared._core.dummies.inputs(graph_index).views
         assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
@@ -390,7 +391,7 @@ def test_failure_28_ops_read_how_many_rows_are_real(serve: Callable[..., Any]) -
             seen.append(get_forward_context().num_tokens)
             return served.stage
 
-    served.prepared._steps.context.layers = Watching()
+    served.prepared._core.steps.context.layers = Watching()
     served.step(3)
     assert seen[:3] == [3, 3, 3]
 
@@ -406,20 +407,22 @@ def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
                 raise FAULT
             return served.stage
 
-    prepared._steps.context.layers = FailingLater()
+    prepared._core.steps.context.layers = FailingLater()
     pool = served.backend.new_pool()
     with capture_session(served.backend, pool, prepared.events) as session:
         with pytest.raises(CaptureFailed, match="no such block"):
-            prepared._graphs.present.record(0, session)
+            prepared._core.graphs.record(0, session)
         assert len(calls) == 5
         assert session._held == []
 
 
-@pytest.mark.parametrize("call", ["capture", "warm_up", "memory_plan", "seal", "refresh"])
+@pytest.mark.parametrize(
+    "call", ["capture", "warm_up", "parts.strategies.memory_plan", "seal", "refresh"]
+)
 def test_a_closed_model_refuses(serve: Callable[..., Any], call: str) -> None:
     served = serve()
     served.prepared.close()
     handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
     with pytest.raises(ModelClosed):
-        getattr(served.prepared, call)()
+        attrgetter(call)(served.prepared)()
     assert logging.getLogger(TRACE_LOGGER).handlers == handlers

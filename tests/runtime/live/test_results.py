@@ -135,7 +135,7 @@ def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
     assert served.prepared.usage.reasons() == [
         {"mode": "NONE", "reason": "not captured yet", "count": 1}
     ]
-    assert served.prepared._steps.context.decision.mode is RuntimeMode.NONE
+    assert served.prepared._core.steps.context.decision.mode is RuntimeMode.NONE
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
@@ -204,8 +204,8 @@ def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None
     served = ready(serve)
     run(served)
     prepared = served.prepared
-    code = prepared._steps.code
-    buffers = [weakref.ref(buffer) for buffer in code._inputs._buffers.values()]
+    code = prepared._core.steps.code
+    buffers = [weakref.ref(buffer) for buffer in code.inputs._buffers.values()]
     others = [weakref.ref(thing) for thing in (code.call, served.model, served.stage)]
     rows = prepared.report()["dispatch"]
     prepared.close()
@@ -223,5 +223,5 @@ def test_what_is_kept_per_size_is_bounded(
     served = ready(serve, sizes=(8,))
     for num_tokens in (1, 2, 3, 4, 3, 5):
         assert torch.equal(*run(served, (num_tokens, 1)))
-    graphs = [graph for graph in served.prepared._graphs.present.installed if graph is not None]
+    graphs = [graph.replay.__self__ for graph in served.prepared._core.graphs.present()]
     assert {tuple(graph._by_size) for graph in graphs if graph._by_size} == {((2,),), ((5,), (6,))}

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from piecegraph.cache.directory import DirectoryLayer
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 
 from .conftest import LENGTHS, LiveServed, Model, Texts
 
@@ -46,7 +46,7 @@ def serve_until_over(*all_served: LiveServed) -> None:
     while any(state(served) == "compiling" for served in all_served):
         for served in all_served:
             served.step(*random.choice(LENGTHS))
-            served.prepared.capture_idle(0)
+            served.prepared.parts.strategies.idle(0)
     for served in all_served:
         for lengths in LENGTHS:
             served.step(*lengths)
@@ -120,7 +120,7 @@ prepared = prepare(model, config)
 prepared(torch.ones(3, 4), batch=Batch(3, 3))
 assert thread.is_alive()
 print("served")
-assert prepared.wait_until_compiled(120)
+assert prepared.parts.starts.wait_until_compiled(120)
 assert torch.allclose(prepared(torch.ones(3, 4), batch=Batch(3, 3)), model(torch.ones(3, 4)))
 print("compiled")
 prepared.close()

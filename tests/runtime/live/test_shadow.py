@@ -13,10 +13,9 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
-from piecegraph.runtime.capture.installed_graph import InstalledGraph
+from piecegraph.runtime import assemble
 from piecegraph.runtime.core.records import ShadowStopped, WrongStep
-from piecegraph.runtime.parts.proof.shadow import Cause, Stopped
-from piecegraph.runtime.setup import model_policy
+from piecegraph.runtime.parts.proof.part import Cause, Stopped
 from piecegraph.tools.steps import load_steps
 
 from .conftest import HIDDEN, LiveServed, Model, Texts
@@ -133,7 +132,7 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(
     compiled_wrong(monkeypatch)
     served = serve_cold(shadow=EACH)
     served.prepared.capture()
-    served.prepared.wait_until_compiled()
+    served.prepared.parts.starts.wait_until_compiled()
     assert served.prepared.compiled.from_bundle
     assert run(served, 3)
     assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
@@ -148,7 +147,7 @@ class MixesRows(Model):
 def test_padding_that_leaks_takes_all_graphs_out(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_policy, "find_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     served = prepare_live(MixesRows(), shadow=EACH)
     served.prepared.capture()
     assert run(served, 3)
@@ -196,18 +195,18 @@ def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(
 def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live: Prepare) -> None:
     served = prepare_live(shadow=EACH)
     served.prepared.capture()
-    assert served.prepared.shadow_idle() is False
+    assert served.prepared.parts.proof.idle() is False
     assert run(served, 3)
     assert served.prepared.report()["shadow"]["proved"] == []
     assert run(served, 2, 2)  # meanwhile: another batch, other starts
     starts = served.stage.starts.clone()
-    assert served.prepared.shadow_idle() is True
+    assert served.prepared.parts.proof.idle() is True
     assert torch.equal(served.stage.starts, starts)
     assert len(served.prepared.report()["shadow"]["proved"]) == 1
     assert served.prepared.records.of(WrongStep) == []
     run(served, 3)
     served.stage.starts = starts
-    assert served.prepared.shadow_idle() is False
+    assert served.prepared.parts.proof.idle() is False
     assert served.prepared.report()["shadow"]["skipped"]["state was replaced"] == 1
 
 
@@ -371,18 +370,18 @@ def test_a_waiting_step_is_compared_with_what_it_wrote_itself(
     prepare_decoder: Callable[..., PreparedModel],
 ) -> None:
     prepared = prepare_decoder()
-    prepared.shadow_idle()
+    prepared.parts.proof.idle()
     decode(prepared)
     decode(prepared)  # the same slots again
     written = prepared.compiled.model.kv.clone()
-    assert prepared.shadow_idle() is True
+    assert prepared.parts.proof.idle() is True
     assert torch.equal(prepared.compiled.model.kv, written)
     assert prepared.records.of(WrongStep) == []
     lost = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
-    lost.shadow_idle()
+    lost.parts.proof.idle()
     decode(lost)
     lost.compiled.model.kv[:3] = 5.0  # a later step, which wrote
-    lost.shadow_idle()
+    lost.parts.proof.idle()
     assert len(lost.records.of(WrongStep)) == 1
 
 
@@ -418,19 +417,14 @@ def test_steps_that_cannot_be_compared_in_the_beginning(
         assert facts["proved"] == []
 
 
-def test_one_wrong_graph_is_out_of_service_alone(
-    serve: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wrong_graph_is_out_of_service_alone(serve: Prepare) -> None:
     served = serve(shadow=EACH)
     as_decode(served)
     served.prepared.capture()
-    replay = InstalledGraph.replay
-
-    def wrong(self: InstalledGraph, *args: Any) -> Any:
-        results = replay(self, *args)
-        return [one + 1 for one in results] if self.recording.name == "FULL 4" else results
-
-    monkeypatch.setattr(InstalledGraph, "replay", wrong)
+    installed = filter(None, served.prepared._core.graphs.installed)
+    graph = next(each for each in installed if each.recording.name == "FULL 4")
+    replay = graph.replay
+    graph.replay = lambda *args: [one + 1 for one in replay(*args)]
     assert run(served, 2, 1)
     assert the_wrong_step(served.prepared).out_of_service == Cause.GRAPH
     assert the_wrong_step(served.prepared).graphs == ["FULL 4"]

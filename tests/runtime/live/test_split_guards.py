@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
 from piecegraph.cache.settings import CacheSettings
-from piecegraph.compile.backends import registry
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.dispatch import Reason
 from piecegraph.runtime.core.records import BundleFailed
 
@@ -139,7 +139,7 @@ def test_a_warm_start_serves_all_intervals(
     assert served.report()["counters"]["dynamo_traces"] == 0
     assert not served.events.named("compile.end")
     check(served)
-    assert served.wait_until_verified(60) is True
+    assert served.parts.starts.wait_until_verified(60) is True
     check(served)
 
 
@@ -166,7 +166,7 @@ def test_served_uncompiled_until_all_intervals_are_compiled(
     served = prepared(Tiled(), GraphMode.PIECEWISE, **settings)
     plain, x = Tiled(), torch.randn(9, 4)
     torch.testing.assert_close(served.run(served.dispatch(Batch(9, 1)), x), plain(x))
-    assert served.wait_until_compiled(60)
+    assert served.parts.starts.wait_until_compiled(60)
     assert check(served)[9] == "PIECEWISE 12"
 
 
@@ -202,7 +202,7 @@ def test_profiler_ranges_name_the_pieces_of_the_interval() -> None:
             return x
 
     served, model = prepared(Deeper(), GraphMode.PIECEWISE), Deeper()
-    served.profiler_ranges()
+    served.parts.log.profiler_ranges()
     counts = []
     for size in (4, 12):
         x = torch.randn(size, 4)
@@ -228,7 +228,7 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(
     compiled = served.compiled
     last = compiled.plan.at(3).ranges[0].artifacts[-1]
     pieces = [fails if n == last else piece for n, piece in enumerate(compiled.pieces)]
-    served._steps.code.bind(replace(compiled, pieces=tuple(pieces)))
+    served._core.steps.code.bind(replace(compiled, pieces=tuple(pieces)))
     with pytest.raises(ZeroDivisionError) as caught:
         served.run(decision, torch.randn(3, 4))
     assert any("In the code of bundle" in note for note in caught.value.__notes__)

@@ -103,7 +103,7 @@ def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, n
     decision = prepared.dispatch(Batch(3, 2))
     prepared.run(decision, *args, **kwargs)
     paths = [".".join(map(str, item.path)) for item in prepared.compiled.plan.inputs]
-    views = prepared._graphs.dummies.inputs(decision.graph_index).views
+    views = prepared._core.dummies.inputs(decision.graph_index).views
     inputs = dict(zip(paths, views, strict=True))
     ids, positions, hidden = inputs["ids"], inputs["positions"], inputs["hidden.x"]
     assert ids[3] == 31

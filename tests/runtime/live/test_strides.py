@@ -86,13 +86,13 @@ def test_code_without_a_graph_is_given_the_strides_it_relies_on(
 ) -> None:
     """Ahead-of-time libraries do not check strides: they read out of bounds."""
     seen: list[bool] = []
-    stitched = prepared._steps.code.call
+    stitched = prepared._core.steps.code.call
 
     def watching(*inputs: Tensor) -> Any:
         seen.extend(tensor.is_contiguous() for tensor in inputs)
         return stitched(*inputs)
 
-    monkeypatch.setattr(prepared._steps.code, "call", watching)
+    monkeypatch.setattr(prepared._core.steps.code, "call", watching)
     prepared.run(
         prepared.dispatch(Batch(12, 12)),
         torch.randn(4, 12).t(),

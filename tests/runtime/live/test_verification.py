@@ -6,6 +6,7 @@ Conditions are switched off here, so that only the verification can refuse a bun
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import threading
 import time
@@ -17,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piecegraph import Batch, Ranks
+from piecegraph import Batch, ForwardContext, Ranks, explain_miss, forward_context
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile import verify
 from piecegraph.compile.bundle import bundle as bundles
@@ -46,6 +47,23 @@ class Gained(Model):
 @pytest.fixture(autouse=True)
 def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+
+
+def test_report_log_and_forecast_name_the_condition_that_refused(
+    prepare_live: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    off = CacheSettings(verify_bundle="off")
+    assert prepare_live(Gained(2.0), cache=off).prepared.report()["cache"]["detail"] is None
+    with caplog.at_level(logging.WARNING, logger="piecegraph"):
+        refused = prepare_live(Gained(3.0), cache=off).prepared
+    condition = "model.gain: 2.0 -> 3.0"
+    facts = refused.report()["cache"]
+    assert (facts["hit"], facts["reason"], facts["detail"]) == (False, "refused", condition)
+    assert refused.report()["counters"]["cache.miss.refused"] == 1
+    assert caplog.text.count(condition) == 1
+    with forward_context(ForwardContext({"stage": None})):
+        forecast = explain_miss(Gained(4.0), refused.config)
+    assert forecast.reason == "refused: model.gain: 2.0 -> 4.0 | model.gain: 3.0 -> 4.0"
 
 
 @pytest.fixture
@@ -81,7 +99,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(
     served.prepared.capture()
     served.prepared.seal()
     assert len(served.prepared.recordings()) == 3
-    assert served.prepared.wait_until_verified(60) is False
+    assert served.prepared.parts.starts.wait_until_verified(60) is False
     (found,) = served.prepared.records.of(Stale)
     assert found.difference.startswith("piece 2 of 3: it has `")
     assert "* 2.0" in found.difference
@@ -89,7 +107,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(
     assert "test_verification.py" in found.difference
     assert "bundle.stale" in caplog.text
     assert served.step(3, 1) == "NONE 4"  # uncompiled; graphs of the stale code are gone
-    assert served.prepared.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(60)
     for lengths in LENGTHS:
         served.step(*lengths)
     assert served.step(8) == "PIECEWISE 8"
@@ -97,13 +115,13 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(
     following = prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle="background"))
     assert following.prepared.compiled.from_bundle
     following.step(3, 1)
-    assert following.prepared.wait_until_verified(60) is True
+    assert following.prepared.parts.starts.wait_until_verified(60) is True
 
 
 def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start: Prepare) -> None:
     served = stale_start(bundle="force")
     with pytest.raises(BundleStale, match=r"piece 2 of 3.*\* 3.0"):
-        served.prepared.wait_until_verified(60)
+        served.prepared.parts.starts.wait_until_verified(60)
     for _ in range(2):
         with pytest.raises(BundleStale):
             served.step(3, 1)
@@ -114,7 +132,7 @@ def test_verified_before_the_first_step_it_never_serves(stale_start: Prepare, us
     served = stale_start("before", bundle=use)
     assert served.prepared.report()["cache"]["verified"] is False
     served.step(3, 1)
-    assert served.prepared.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(60)
     served.step(3, 1)
 
 
@@ -131,7 +149,7 @@ def test_every_warm_start_verifies_in_a_process_that_is_equal_too(
     def start(gain: float) -> tuple[bool | str, bool | str]:
         prepared = prepare_live(Gained(gain)).prepared
         at_first = prepared.report()["cache"]["verified"]
-        return at_first, prepared.wait_until_verified(60)
+        return at_first, prepared.parts.starts.wait_until_verified(60)
 
     traced = "the model was traced by this start"
     assert start(2.0) == (traced, traced)
@@ -155,7 +173,7 @@ def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
 ) -> None:
     prepare_live()
     prepared = prepare_live().prepared
-    assert prepared.wait_until_verified(60) == NO_TRACE
+    assert prepared.parts.starts.wait_until_verified(60) == NO_TRACE
     assert prepared.report()["cache"]["verified"] == NO_TRACE
     assert prepared.compiled.from_bundle
     assert NO_TRACE in caplog.text
@@ -220,7 +238,7 @@ def test_off_traces_nothing(prepare_live: Prepare) -> None:
     off = CacheSettings(verify_bundle="off")
     prepare_live(cache=off)
     served = prepare_live(cache=off)
-    assert served.prepared.wait_until_verified(0) == "verify_bundle is 'off'"
+    assert served.prepared.parts.starts.wait_until_verified(0) == "verify_bundle is 'off'"
 
 
 def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold: Prepare) -> None:
@@ -231,7 +249,7 @@ def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold: Prepare) -> None
     torch.set_rng_state(state)
     while served.prepared.report()["background"]["switch"] is None:
         numbers.append(torch.rand(1))
-        served.prepared.capture_idle(0)
+        served.prepared.parts.strategies.idle(0)
     torch.set_rng_state(state)
     assert torch.equal(torch.cat(numbers), torch.cat([torch.rand(1) for _ in numbers]))
 
@@ -264,7 +282,7 @@ def test_a_setting_that_changes_during_a_trace_is_no_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare_live()
-    assert prepare_live().prepared.wait_until_verified(60) is True
+    assert prepare_live().prepared.parts.starts.wait_until_verified(60) is True
     assert dtype_changed_beside_a_trace == ["piecegraph-verification"]
 
 
@@ -273,7 +291,7 @@ def test_a_setting_that_changes_meanwhile_is_in_the_key_of_what_is_stored(
 ) -> None:
     model = Model()
     served = serve_cold(model)
-    assert served.prepared.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(60)
     assert dtype_changed_beside_a_trace == ["piecegraph-background"]
     torch.set_default_dtype(torch.float32)
     assert not prepare_live(model).prepared.compiled.from_bundle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.forward_context import ForwardContext
 from piecegraph.runtime.parts.checks.address_checks import METADATA_CHECK_EVERY, MetadataAddresses
 
 from ..conftest import strict_backend, tensors_alive
@@ -124,9 +125,10 @@ def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) ->
         served.step(1, 1)
     recordings = dict(served.prepared.recordings())
     graph_index = next(iter(recordings))
-    served.prepared._graphs.present.installed[
-        graph_index
-    ].addresses = served.prepared._steps.code.addresses.snapshot()
+    checks = served.prepared.parts.checks
+    relied = replace(checks._graphs[graph_index], addresses=checks.addresses.snapshot())
+    checks._graphs[graph_index] = relied
+    served.prepared._core.checks_changed()
     assert set(served.prepared.refresh()) == set(recordings) - {graph_index}
     assert dict(served.prepared.recordings())[graph_index] is recordings[graph_index]
     served.step(1, 1)
@@ -326,7 +328,11 @@ def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
 def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
     shared = torch.zeros(2)
     tensors = [shared] * 40 + [torch.zeros(2) for _ in range(10)]
-    check = MetadataAddresses({"layers": tensors}, tensors).check
+    addresses = MetadataAddresses({"layers": tensors}, tensors)
+
+    def check(metadata: Any) -> None:
+        addresses.check_step(ForwardContext({}, metadata), ())
+
     for _ in range(METADATA_CHECK_EVERY + 1):
         check({"layers": tensors})
     kept, tensors[49] = tensors[49], tensors[49].clone()

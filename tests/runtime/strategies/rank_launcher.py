@@ -23,12 +23,13 @@ from torch import Tensor
 from piecegraph import Batch, Config, Dispatcher, GraphMode
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
-from piecegraph.runtime.parts.strategies.capturer import Capturer
+from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
 TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0
@@ -85,7 +86,7 @@ def one_cannot_probe(ranks: Ranks, odd: bool) -> list[str]:
     capturer, captured = capturer_of(
         ranks, failing={3} if odd else set(), eager=True, steps={"memory_limit": 5000}
     )
-    graphs, tried = capturer.captures.graphs, list[str]()
+    graphs, tried = capturer.captures.captures.graphs, list[str]()
     original = graphs.record
 
     def record_and_note(graph_index: int, session: CaptureSession) -> Recording:
@@ -126,7 +127,7 @@ def capturer_of(
     eager: bool = False,
     free: int = 10_000,
     **settings: float,
-) -> tuple[Capturer, list[str]]:
+) -> tuple[StrategyCapturer, list[str]]:
     """A capturer of a tiny function, and the list of what it has captured."""
     options = ReplayOptions(failing_captures=frozenset(failing), graph_bytes=100, limit=free)
     backend, captured = ReplayBackend(options), list[str]()
@@ -147,7 +148,8 @@ def capturer_of(
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
     config = Config(strategy=strategy, **settings)
     limit, exchange = config.steps.memory_limit, ranks.exchange
-    capturer = Capturer(config.strategy, limit, dispatcher, backend, Records(), Graphs(), exchange)
+    captures = Captures(dispatcher.plan, backend, Records(), Graphs(), exchange)
+    capturer = StrategyCapturer(config.strategy, limit, captures, dispatcher)
     return capturer, captured
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
 from piecegraph.runtime.capture.graph_set import GraphSet
+from piecegraph.runtime.core.exchange import single_rank
 from piecegraph.runtime.core.records import Records
-from piecegraph.runtime.parts.ranks.ranks import single_rank
 from piecegraph.runtime.parts.strategies import graph_memory
 from piecegraph.runtime.parts.strategies.admitted import worth
 from piecegraph.runtime.parts.strategies.forecast import Forecast, ModeForecast, fit
@@ -108,7 +108,7 @@ def test_probes_are_released_even_if_their_recordings_are_held(
         return held[-1]
 
     monkeypatch.setattr(GraphSet, "record", holding)
-    assert served.prepared.memory_plan().graphs > 0
+    assert served.prepared.parts.strategies.memory_plan().graphs > 0
     assert len(held) == 12
     assert served.used == 0
 
@@ -286,7 +286,7 @@ def test_eviction_from_the_shared_pool_changes_no_result(
     for is_decode, n in batches:
         served.decode(n) if is_decode else served.mixed(n)
         assert served.used - at_startup <= graphs * GRAPH
-        assert served.prepared._graphs.capturer.memory.used == served.used
+        assert served.prepared.parts.strategies.capturer.memory.used == served.used
 
 
 def test_worth_is_what_is_saved_per_byte() -> None:

@@ -17,10 +17,11 @@ from piecegraph import Batch, Config, Dispatcher, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import Memory
+from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.core.exchange import single_rank
 from piecegraph.runtime.core.records import Records
-from piecegraph.runtime.parts.ranks.ranks import single_rank
-from piecegraph.runtime.parts.strategies.capturer import Capturer
+from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
@@ -123,14 +124,10 @@ class Rig:
         self.graphs = CurveGraphs(self.dispatcher, own, working)
         config = Config(strategy=strategy, steps={"memory_limit": limit})
         backend: Any = self.backend
-        self.capturer = Capturer(
-            config.strategy,
-            config.steps.memory_limit,
-            self.dispatcher,
-            backend,
-            self.records,
-            self.graphs,
-            single_rank,
+        plan = self.dispatcher.plan
+        captures = Captures(plan, backend, self.records, self.graphs, single_rank)
+        self.capturer = StrategyCapturer(
+            config.strategy, config.steps.memory_limit, captures, self.dispatcher
         )
 
     @property

@@ -20,7 +20,8 @@ from piecegraph.errors import WorkAfterSeal
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER, allow_compilation
+from piecegraph.runtime.core.allowed_work import allow_compilation
+from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +80,9 @@ def test_an_inductor_compile_is_reported(
 def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    stitched = served.prepared._steps.code.call
-    served.prepared._steps.code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    code = served.prepared._core.code
+    stitched = code.call
+    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     served.check(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
@@ -102,8 +104,9 @@ def test_what_compiles_outside_of_steps_ends_no_server(sealed: Any) -> None:
     torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == ["Dynamo trace"]
     compiled = torch.compile(lambda x: x * 3, backend="eager", dynamic=False)
-    stitched = served.prepared._steps.code.call
-    served.prepared._steps.code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    code = served.prepared._core.code
+    stitched = code.call
+    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*in a step of 11 tokens"):
         served.check(Batch(11, 1))
 
@@ -288,7 +291,7 @@ def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make: Any, stra
     prepared = served.prepared
     prepared.capture()
     prepared.seal()
-    layer, model = weakref.ref(prepared._steps.context.layers["scale"]), weakref.ref(prepared)
+    layer, model = weakref.ref(prepared._core.steps.context.layers["scale"]), weakref.ref(prepared)
     del prepared, served
     assert model() is None
     assert layer() is None

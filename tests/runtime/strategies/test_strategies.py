@@ -99,14 +99,14 @@ def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
 def test_idle_milliseconds_go_by_what_captures_took(make: Any) -> None:
     moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
     served = make(strategy="delayed")
-    served.prepared._graphs.capturer.captures.clock = lambda: next(moments)
+    served.prepared.parts.strategies.capturer.captures.captures.clock = lambda: next(moments)
     served.prepared.capture()
-    assert served.prepared.capture_idle(19) == 0
+    assert served.prepared.parts.strategies.idle(19) == 0
     assert served.told("capture.refused")[0] == "PIECEWISE 4"
     assert served.captures[2:] == []
-    assert served.prepared.capture_idle(59) == 2
+    assert served.prepared.parts.strategies.idle(59) == 2
     assert served.captures[2:] == ["PIECEWISE 4", "FULL 4"]
-    assert served.prepared.capture_idle(21) == 1
+    assert served.prepared.parts.strategies.idle(21) == 1
 
 
 def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode() -> None:
@@ -141,9 +141,9 @@ def test_old_hits_fade() -> None:
 def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
     served = make(strategy="delayed")
     served.prepared.capture()
-    assert served.prepared.capture_idle(1e6) == 6
+    assert served.prepared.parts.strategies.idle(1e6) == 6
     assert sorted(served.captures) == sorted(EVERYTHING)
-    assert served.prepared.capture_idle(1e6) == 0
+    assert served.prepared.parts.strategies.idle(1e6) == 0
 
 
 def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make: Any) -> None:
@@ -152,17 +152,17 @@ def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make: Any) -> None:
     served.prepared.capture()
     for n in (1, 2, 2, 2, 4, 1):
         served.decode(n)
-    assert served.prepared.capture_idle(1e6) == 0
+    assert served.prepared.parts.strategies.idle(1e6) == 0
     for _ in range(RETRY_STEPS):
         served.decode(8)
-    assert served.prepared.capture_idle(1e6) == 3
+    assert served.prepared.parts.strategies.idle(1e6) == 3
     assert served.captures[2:] == ["FULL 2", "FULL 1", "FULL 4"]
 
 
 def test_idle_time_captures_nothing_more_under_eager(make: Any) -> None:
     served = make(strategy="eager")
     served.prepared.capture()
-    assert served.prepared.capture_idle(1e6) == 0
+    assert served.prepared.parts.strategies.idle(1e6) == 0
 
 
 def test_a_failed_capture_is_remembered_and_not_retried_at_once(make: Any) -> None:
@@ -207,8 +207,8 @@ def test_no_garbage_collection_for_a_lazy_capture(
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     served = make(strategy="lazy")
-    noise = served.prepared._steps.code.call
-    served.prepared._steps.code.call = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    noise = served.prepared._core.steps.code.call
+    served.prepared._core.steps.code.call = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
     before = torch.get_rng_state()
     served.prepared.capture()
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
@@ -255,7 +255,7 @@ def test_after_release_nothing_is_remembered_of_earlier_captures(make: Any) -> N
     served = make((2, 8), strategy="delayed")
     for _ in range(2):
         served.prepared.capture()
-        assert served.prepared.capture_idle(0) == 0
+        assert served.prepared.parts.strategies.idle(0) == 0
         served.prepared.release()
     assert served.told("capture.refused") == ["PIECEWISE 2"] * 2
 
@@ -269,9 +269,9 @@ def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(
         served.decode(n)
     asked: list[Any] = []
     monkeypatch.setattr(
-        served.prepared._graphs.capturer, "before_step", lambda *facts: asked.append(facts)
+        served.prepared.parts.strategies.capturer, "before_step", lambda *facts: asked.append(facts)
     )
-    assert served.prepared._graphs.capturer.active
+    assert served.prepared.parts.strategies.capturer.active
     for n in (8, 2, 9):
         served.decode(n)
     assert asked == []
@@ -282,8 +282,8 @@ def test_steps_that_do_not_ask_the_strategy_count_as_uses(make: Any) -> None:
     served.prepared.capture()
     for n in (2, 2, 2, 2, 1):
         served.decode(n)
-    assert served.prepared._graphs.capturer.queue.states[6].hits == 4
-    assert served.prepared._graphs.capturer.queue.step == 5
+    assert served.prepared.parts.strategies.capturer.queue.states[6].hits == 4
+    assert served.prepared.parts.strategies.capturer.queue.step == 5
 
 
 def test_a_batch_that_is_not_valid_captures_nothing(make: Any) -> None:

@@ -64,8 +64,8 @@ def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
 
 def test_every_range_is_run_without_a_graph(make: Any) -> None:
     served = make((8,), strategy="lazy")
-    sizes, stitched = [], served.prepared._steps.code.call
-    served.prepared._steps.code.call = lambda *inputs: (
+    sizes, stitched = [], served.prepared._core.steps.code.call
+    served.prepared._core.steps.code.call = lambda *inputs: (
         sizes.append(len(inputs[0])),
         stitched(*inputs),
     )[1]
@@ -75,8 +75,8 @@ def test_every_range_is_run_without_a_graph(make: Any) -> None:
 
 def test_the_random_state_is_as_before(make: Any) -> None:
     served = make((8,), strategy="eager")
-    stitched = served.prepared._steps.code.call
-    served.prepared._steps.code.call = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
+    stitched = served.prepared._core.steps.code.call
+    served.prepared._core.steps.code.call = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
     before = torch.get_rng_state()
     drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
     served.prepared.warm_up(None, [drawing])
@@ -98,17 +98,17 @@ def test_a_failing_task_is_the_engines_own_error(make: Any) -> None:
 def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None:
     total = 1_000_000
     served = make((1, 2, 4, 8), strategy="eager", options={"graph_bytes": 1000, "limit": total})
-    foreseen = served.prepared.memory_plan(0.5)
+    foreseen = served.prepared.parts.strategies.memory_plan(0.5)
     assert served.used == 0
     assert served.captures == []
-    weights = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    weights = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
     assert weights == {"weights": 16, "static buffers": 2048 * 16}
     served.prepared.capture()
     assert foreseen.graphs == pytest.approx(served.used, rel=0.1)
     assert foreseen.kv_cache == total // 2 - 16 - 2048 * 16 - foreseen.graphs
-    plan = served.prepared.memory_plan(0.5)
+    plan = served.prepared.parts.strategies.memory_plan(0.5)
     assert plan.graphs == served.used
-    pools = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    pools = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
     assert pools["graph pool PIECEWISE"] + pools["graph pool FULL"] == served.used
 
 
@@ -116,7 +116,7 @@ def test_dropped_sizes_do_not_count_in_the_plan(make: Any) -> None:
     limited = make(
         (1, 2, 4, 8), steps={"memory_limit": 5000}, options={"graph_bytes": 1000, "limit": 10**6}
     )
-    assert limited.prepared.memory_plan().graphs <= 5000
+    assert limited.prepared.parts.strategies.memory_plan().graphs <= 5000
 
 
 def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
@@ -126,7 +126,7 @@ def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
 def needing_metadata(make: Any, **settings: Any) -> Any:
     """A model whose attention looks something up in its metadata."""
     served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
-    graphs, compiled = served.prepared._graphs.present, served.prepared.compiled
+    graphs, compiled = served.prepared._core.graphs, served.prepared.compiled
     call = recordable(compiled, ())
     graphs._recordable = (
         compiled,
@@ -140,10 +140,10 @@ def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
     make: Any, settings: dict[str, Any]
 ) -> None:
     served = needing_metadata(make, **settings)
-    assert served.prepared.memory_plan().graphs == 0
-    assert served.prepared.memory_plan(metadata_for=with_metadata).graphs > 0
+    assert served.prepared.parts.strategies.memory_plan().graphs == 0
+    assert served.prepared.parts.strategies.memory_plan(metadata_for=with_metadata).graphs > 0
     served = needing_metadata(make, **settings)
-    assert served.prepared.memory_plan().graphs == 0
+    assert served.prepared.parts.strategies.memory_plan().graphs == 0
     served.prepared.capture(with_metadata)
     assert served.captures == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
 
@@ -151,7 +151,7 @@ def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
 def test_metadata_given_once_holds_for_later_captures(make: Any) -> None:
     served = needing_metadata(make, strategy="lazy")
     served.prepared.warm_up(with_metadata)
-    assert served.prepared.memory_plan().graphs > 0
+    assert served.prepared.parts.strategies.memory_plan().graphs > 0
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
     assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"]
 
@@ -160,7 +160,7 @@ def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
     served = make(
         (1, 2, 4, 8), steps={"memory_limit": 10**5}, options={"graph_bytes": 1000, "limit": 10**6}
     )
-    served.prepared.memory_plan()
+    served.prepared.parts.strategies.memory_plan()
     probed = len(facts(served, "capture.recorded"))
     assert probed == 10
     served.prepared.capture()
@@ -178,9 +178,9 @@ def test_an_unknown_kind_to_skip_is_refused(make: Any, skip: str) -> None:
 def test_released_pools_take_nothing_in_the_ledger(make: Any) -> None:
     served = make((8,), options={"graph_bytes": 1000})
     served.prepared.capture()
-    served.prepared.memory_plan()
-    before = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    served.prepared.parts.strategies.memory_plan()
+    before = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
     served.prepared.release()
-    after = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    after = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
     assert before["graph pool FULL"] > 0
     assert after == {**before, "graph pool FULL": 0, "graph pool PIECEWISE": 0}

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from .... import Config, Events
 from ....cache import Entry, Key
-from ....cache.keys.code import fingerprint
-from ....cache.keys.encoder import Undescribable
+from ....compile.conditions.code import fingerprint
+from ....compile.conditions.values import Undescribable
 from ....errors import ModelNotAdaptable
 from ....runtime.setup.open_cache import open_cache
 from .attention import UnknownAttention

@@ -7,7 +7,7 @@ padding writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -15,14 +15,13 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from ....compile.ir.plan import Symbol
-from ....config import check_choice
-from ....dispatch import DispatchPlan
-from ...backends.protocol import Memory
-from ...capture.dummy_batch import preserve_rng_state
-from ...core.records import CaptureRecord, Records, SkippedWarmup, WarmupStep
-from ..seal.monitor import allow_compilation
-from .wanted import CaptureQueue
+from ...compile.ir.plan import Symbol
+from ...config import check_choice
+from ...dispatch import DispatchPlan
+from ..backends.protocol import Memory
+from ..core.allowed_work import allow_compilation
+from ..core.records import CaptureRecord, Records, SkippedWarmup, WarmupStep
+from .dummy_batch import preserve_rng_state
 
 
 class WarmupKind(StrEnum):
@@ -128,9 +127,9 @@ def range_items(
         yield WarmupItem(WarmupKind.RANGE, shape, why, partial(run, sizes))
 
 
-def capture_items(queue: CaptureQueue, plan: DispatchPlan) -> Iterator[WarmupItem]:
-    """The graphs that the strategy captures at startup, in order."""
-    for graph_index, *_ in queue.startup():
+def capture_items(indices: Iterable[int], plan: DispatchPlan) -> Iterator[WarmupItem]:
+    """The graphs that are captured at startup, in order."""
+    for graph_index in indices:
         entry = plan.entries[graph_index]
         shape = f"{entry.mode.name} {entry.descriptor.num_tokens}"
         yield WarmupItem(WarmupKind.CAPTURE, shape, "steps up to this size replay it")

@@ -1,5 +1,10 @@
 """Steps proved while a model serves: one in N runs again, uncompiled, from the same state.
 
+Guarantee: a proved step's results, and the state that it wrote, are the uncompiled model's within a
+tolerance; otherwise the engine is given these, and the largest set that shares the cause leaves
+service. Cost: one count per step, and `share` of the time (`bench step --parts`). Switch:
+`PIECEGRAPH_OFF=proof`; off unless `Config(shadow=...)`.
+
 What a step may write is known: inputs that the model writes to, its own weights and buffers,
 tensors in `layers`, watched tensors. Their rows are kept before the step and restored for the
 second run. A write to any other memory is refused before it happens, and no further step is proved.
@@ -9,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -19,7 +23,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,13 +42,14 @@ from ....torch_compat.basics.tensors import (
     tree_map_only,
 )
 from ...capture.dummy_batch import model_state, preserve_rng_state
-from ...core.preserved import Kept, StateTooLarge
-from ...core.records import Records, ShadowStopped, WrongStep
+from ...core.allowed_work import allow_compilation
+from ...core.preserved import SavedMemory, StateTooLarge
+from ...core.records import ShadowStopped, WrongStep
 from ...core.step_file import write_steps
-from ...core.steps import Steps
+from ...core_model import CoreModel
 from ...forward_context import ForwardContext, forward_context
-from ..checks.address_checks import tensors_by_path
-from ..seal.monitor import allow_compilation
+from ...part import Part, Run
+from ...tensors_by_path import tensors_by_path
 
 MOST_STATE = 1 << 30
 """Bytes of state that a proof may keep. Steps that write more are skipped."""
@@ -56,7 +61,6 @@ MOST_UNSTEADY = 8
 MOST_FILES = 8
 """Wrong steps that are saved."""
 
-Run = Callable[..., Any]
 Keep = Callable[[Any, Decision], Any]
 
 
@@ -90,13 +94,6 @@ class NotRepeatable(Exception):
         self.detail = detail
 
 
-Captured = Callable[[], list[tuple[int, RuntimeMode, Mapping[str, int]]]]
-"""Index, mode and sizes of each captured graph."""
-
-TakeOut = Callable[[Cause, Collection[int], str], Cause]
-"""Use graphs, or compiled code, no more, for a reason; gives what is out of service."""
-
-
 @dataclass
 class _Step:
     """A step to prove: how it ran, its inputs, and the state before it."""
@@ -108,41 +105,35 @@ class _Step:
     recorded: Any
     """Of the metadata, without its padding."""
     state: dict[str, Tensor]
-    before: Kept
-    after: Kept
+    before: SavedMemory
+    after: SavedMemory
     results: Any = None
     num_tokens: int = 0
     written: list[Tensor] | None = None
     """Elements of each tensor of `state` that the uncompiled model changes."""
 
 
-class ShadowSteps:
+class ProofPart(Part):
     """Proves steps of one model. `uncompiled` is the model as it was given to `prepare`.
 
-    `captured` and `take_out` are methods of a model that this does not keep alive. `folder` is
-    where wrong steps are saved; None makes one.
+    `folder` is where wrong steps are saved; None makes one.
     """
 
+    name = "proof"
+    offers: ClassVar = {"shadow_idle": "idle", "prove_with": "prove_with"}
+
     def __init__(
-        self,
-        settings: Shadow,
-        steps: Steps,
-        records: Records,
-        captured: Captured,
-        take_out: TakeOut,
-        uncompiled: Run,
-        folder: Path | None,
+        self, core: CoreModel, settings: Shadow, uncompiled: Run, folder: Path | None
     ) -> None:
         self.proved: Counter[tuple[str, int]] = Counter()
         self.skipped: Counter[str] = Counter()
         self.seconds = 0.0
-        self.keep: Keep = _as_it_is
-        self.rebuild: Keep = _as_it_is
+        self._keep: Keep = _as_it_is
+        self._rebuild: Keep = _as_it_is
         self._settings = settings
-        self._steps = steps
-        self._records = records
-        self._captured = weakref.WeakMethod(captured)
-        self._take_out = weakref.WeakMethod(take_out)
+        self._core = core
+        self._steps = core.steps
+        self._records = core.environment.records
         self._uncompiled = uncompiled
         self._folder = folder
         self._left = settings.every
@@ -151,6 +142,15 @@ class ShadowSteps:
         self._steady = False
         self._waits = False
         self._waiting: _Step | None = None
+
+    def prove_with(self, keep: Keep, rebuild: Keep) -> None:
+        """How to run a step again if metadata is padded to a step's descriptor.
+
+        `keep(metadata, decision)` gives a copy of a step's metadata without padding, and
+        `rebuild(kept, decision)` that for another decision: its descriptor states the tokens.
+        Without them the metadata of a step is used as it is.
+        """
+        self._keep, self._rebuild = keep, rebuild
 
     def around(self, run: Run) -> Run:
         """`run` with a proof of each N-th step."""
@@ -166,7 +166,14 @@ class ShadowSteps:
         return proving
 
     def idle(self) -> bool:
-        """Prove the step that waits; whether there was one. From now on steps wait for this."""
+        """Prove the step that waits for it, for an engine that is idle; whether there was one.
+
+        From the first call on, steps that are due under `Config(shadow=...)` are kept instead of
+        proved at once: copies of inputs, metadata and results, and of the rows of state to which
+        inputs and metadata point. Until this is called, the engine may run steps and write rows.
+        It must not change weights in place, nor other state that the step has read.
+        """
+        self._core.must_be_open()
         self._waits = True
         step, self._waiting = self._waiting, None
         if step is None or self._stopped:
@@ -185,9 +192,8 @@ class ShadowSteps:
             self._records.add(ShadowStopped(reason.value, detail))
 
     def facts(self) -> dict[str, Any]:
-        """For the report."""
         stopped = self._records.of(ShadowStopped)
-        return {
+        shadow = {
             "every": self._settings.every,
             "stopped": f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None,
             "proved": [
@@ -199,6 +205,7 @@ class ShadowSteps:
             "seconds": self.seconds,
             "share": self.seconds / max(perf_counter() - self._began, 1e-9),
         }
+        return {"shadow": shadow}
 
     def _due(
         self,
@@ -243,14 +250,14 @@ class ShadowSteps:
         return self._timed(due)
 
     def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
-        recorded = self.keep(metadata, decision)
+        recorded = self._keep(metadata, decision)
         if self._waits:
             args, kwargs = _copied((args, dict(kwargs)))
             recorded = copy.deepcopy(recorded)
         pointers = tensors_in((args, kwargs))
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
         state = self._state(args, kwargs)
-        before = Kept(list(state.values()), pointers, most=MOST_STATE)
+        before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
         return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
 
     def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
@@ -261,7 +268,7 @@ class ShadowSteps:
         named = {
             **{f"state {n}": tensor for n, tensor in enumerate(model_state(compiled))},
             **dict(tensors_by_path("layers", context.layers)),
-            **self._steps.code.addresses.tensors(),
+            **self._core.watched(),
         }
         if any(written):
             named |= {f"input {n}": tensor for n, tensor in enumerate(inputs)}
@@ -327,18 +334,18 @@ class ShadowSteps:
         return self._compared(step, *self._run(step, decision, run))
 
     def _run(
-        self, step: _Step, decision: Decision, run: Run, start: Kept | None = None
-    ) -> tuple[Any, Kept, Kept]:
+        self, step: _Step, decision: Decision, run: Run, start: SavedMemory | None = None
+    ) -> tuple[Any, SavedMemory, SavedMemory]:
         """What `run(metadata)` gives from a state, that before the step unless one is given, and
         the state around it."""
         (start or step.before).restore()
         same = decision.descriptor == step.decision.descriptor and not self._waits
-        metadata = step.metadata if same else self.rebuild(step.recorded, decision)
+        metadata = step.metadata if same else self._rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
         results = _copied(run(metadata))
         return results, before, step.before.now()
 
-    def _compared(self, step: _Step, results: Any, before: Kept, after: Kept) -> Any:
+    def _compared(self, step: _Step, results: Any, before: SavedMemory, after: SavedMemory) -> Any:
         """What two runs must have in common: results, what is in the memory that the uncompiled
         model writes (the first run that is compared), and whether other memory was written."""
         changed = before.changed(after)
@@ -370,7 +377,7 @@ class ShadowSteps:
             lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
             if lower and not self._right(step, self._on_graph(index), expected):
                 return Cause.GRAPHS, every
-        rebuilt = step.metadata is None or self.rebuild is not _as_it_is
+        rebuilt = step.metadata is None or self._rebuild is not _as_it_is
         for index, other, sizes in captured:
             another = other is mode and index != decision.graph_index
             fits = sizes[TOKENS] >= step.num_tokens
@@ -395,8 +402,12 @@ class ShadowSteps:
         return next((sizes for i, _, sizes in self._graphs() if i == decision.graph_index), {})
 
     def _graphs(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
-        list_captured = self._captured()
-        return [] if list_captured is None else list_captured()
+        """Index, mode and sizes of each captured graph."""
+        sizes = self._core.dummies.sizes
+        return [
+            (graph.index, graph.entry.mode, sizes(graph.index))
+            for graph in self._core.graphs.present()
+        ]
 
     def _padded_runs(self, step: _Step) -> list[Run]:
         """Compiled code, and the model, on inputs padded as those of the step."""
@@ -425,13 +436,13 @@ class ShadowSteps:
             return False
 
     def _book(self, step: _Step, wrong: Excess, cause: Cause, graphs: list[int]) -> None:
-        take_out, decision = self._take_out(), step.decision
+        decision = step.decision
         entries = self._steps.dispatcher.plan.entries
         names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
         file = self._saved(step)
         apart, tolerance = wrong.difference, wrong.tolerance
         reason = f"a step of {step.num_tokens} tokens differs by {apart:.3g} > {tolerance:.3g}"
-        out = cause if take_out is None else take_out(cause, graphs, reason)
+        out = self._take_out(cause, graphs, reason)
         self._records.add(
             WrongStep(
                 decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
@@ -439,6 +450,19 @@ class ShadowSteps:
                 names, str(file) if file else None,
             )
         )  # fmt: skip
+
+    def _take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause:
+        """Use graphs no more, or compiled code; returns what is out of service.
+
+        A bundle in the private directory is put aside, so that no other start takes it.
+        """
+        if cause is Cause.CODE and self._core.request is not None:
+            return Cause.BUNDLE if self._core.leave_code(reason) else Cause.CODE
+        self._core.environment.backend.synchronize()
+        self._steps.forget_results()
+        self._core.capturer.take_out(graphs)
+        self._core.link()
+        return cause
 
     def _saved(self, step: _Step) -> Path | None:
         """The step in a file, from the state before it."""

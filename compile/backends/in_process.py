@@ -1,0 +1,105 @@
+"""Compile jobs in this process, one after the other: torch's standalone compile is not thread-safe.
+
+The code of a piece is generated while the kernels of the piece before it are built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ...torch_compat.tracing.dynamo import reasoning_about_sizes
+from ..guards.numerics_check import static_inputs
+from ..ir.compilation import Building, Built
+from ..ir.locations import node_location
+from .schedule import Job
+from .trace_jobs import CompiledJob, TraceJobs, compiler_options
+
+
+def compile_here(trace: TraceJobs, jobs: Iterator[tuple[int, Job]]) -> dict[int, CompiledJob]:
+    """Compile numbered jobs, if there are any. Raises PieceFailed and the errors of guards.
+
+    What was generated before an error is stored.
+    """
+    first = next(jobs, None)
+    if first is None:
+        return {}
+    if trace.compiler.first_use is not None:
+        trace.compiler.first_use(trace.request.device, trace.request.events)
+    results: dict[int, CompiledJob] = {}
+    before: _Generated | None = None
+    with trace.compiler.session():
+        for number, job in chain([first], jobs):
+            generated = _Generated(trace, job, number)
+            try:
+                generated.generate()
+            finally:
+                if before is not None:
+                    results[before.number] = before.finish()
+            before = generated
+        assert before is not None
+        return results | {before.number: before.finish()}
+
+
+@dataclass
+class _Generated:
+    """One job: its code is generated, then its kernels are waited for."""
+
+    trace: TraceJobs
+    job: Job
+    number: int
+    seconds: float = 0.0
+    """Time of both, once the kernels are built."""
+    proved: bool = False
+    _building: Building = field(init=False)
+
+    def generate(self) -> None:
+        """Generate the code of a copy of the piece, and prove the guards that the compiler adds."""
+        job, request, split = self.job, self.trace.request, self.trace.split
+        request.checkpoint()
+        events, graph = request.events, self.trace.graph(job)
+        where = next(filter(None, map(node_location, graph.graph.nodes)), None)
+        with events.trace_unit(*self._unit, where):
+            with (
+                events.span("compile.piece", **job.names()) as span,
+                self.trace.naming(job),
+                reasoning_about_sizes(split.config.code.dynamic_shapes.value),
+            ):
+                events.emit("compile.start", compiler=self.trace.compiler.name, **job.facts())
+                options = compiler_options(split, job, request.device, events)
+                self._building = self.trace.compiler.compile(graph, _inputs(job, graph), options)
+            self.seconds = span.seconds
+            # now: the next piece adds its guards to the same environment
+            self.proved = self.trace.prove(job, lambda: self._built[0])
+
+    def finish(self) -> CompiledJob:
+        """Wait until the code can run, record and store it."""
+        with self.trace.request.events.trace_unit(*self._unit):
+            fn, blobs = self._built
+            self.trace.keep(self.job, blobs, self.proved, self.seconds)
+        return CompiledJob(fn, blobs, self.proved, self.seconds)
+
+    @cached_property
+    def _built(self) -> Built:
+        job, events = self.job, self.trace.request.events
+        with events.span("compile.kernels", piece=job.unique.index) as span, self.trace.naming(job):
+            built = self._building()
+        self.seconds += span.seconds
+        return built
+
+    @property
+    def _unit(self) -> tuple[int, str]:
+        low, high = self.job.span
+        return self.number + 1, f"piece {self.job.unique.index}, tokens {low} to {high}"
+
+
+def _inputs(job: Job, graph: GraphModule) -> list[Any]:
+    """Symbolic fake inputs for a range, static ones for one size."""
+    if job.size is None:
+        return job.unique.piece.example_values()
+    return static_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))

@@ -1,0 +1,224 @@
+"""What code consists of: what a function is, what it has bound, and all that it reads, by part.
+
+`function_with_values` states a function with what is bound to it. `code_parts` follows closures,
+defaults, the globals that a function names, methods and base classes of a value as well. An
+installed package is a part by its version; the interpreter and torch are versions in every key, and
+their code is not followed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...cache.keys import environment
+from .bytecode import attribute_names, global_names, mutated_names, variables_read, written_parts
+from .values import (
+    DATA,
+    MAX_DEPTH,
+    VERSIONED,
+    Undescribable,
+    class_name,
+    decomposed,
+    function_text,
+    package_named,
+    package_of,
+    plain_text,
+    stable_text,
+    tensor_digest,
+    tensor_text,
+    unwrapped,
+)
+
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
+_WITHOUT_CLASS = (list, tuple, dict, types.MethodType, functools.partial)
+"""Types of values whose class has no code of a user's."""
+
+
+def closure_values(function: types.FunctionType) -> dict[str, Any]:
+    """The variables of enclosing functions that a function uses, those that have a value."""
+    values = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            values[name] = cell.cell_contents
+        except ValueError:
+            continue
+    return values
+
+
+def function_with_values(function: types.FunctionType, outer: tuple[int, ...] = ()) -> str:
+    """A function with its defaults and closure, which Dynamo does not guard where it makes objects.
+
+    It guards the objects in them: of those only the class is stated.
+    """
+    varying = mutated_names(function.__code__) if function.__closure__ else ()
+    bound = {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__}
+    for name, value in closure_values(function).items():
+        bound[name] = None if name in varying else value
+    outer = (*outer, id(function))
+    texts = [f"{k}={bound_text(v, outer)}" for k, v in bound.items() if v is not None]
+    return function_text(function) + (f" with {', '.join(texts)}" if texts else "")
+
+
+def bound_text(value: Any, outer: tuple[int, ...] = ()) -> str:
+    """A value that is bound to a function: containers by content, other objects by class."""
+    if id(value) in outer or len(outer) > MAX_DEPTH:
+        return "..."
+    if isinstance(value, types.FunctionType):
+        return function_with_values(value, outer)
+    outer = (*outer, id(value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(bound_text(item, outer) for item in value)}]"
+    if isinstance(value, dict):
+        return bound_text(list(value.items()), outer)
+    try:
+        is_set = isinstance(value, set | frozenset)
+        text = stable_text(value) if is_set else plain_text(value)
+    except Undescribable:
+        text = None
+    return class_name(type(value)) if text is None else text
+
+
+def code_parts(value: Any, name: str = "") -> dict[str, str]:
+    """What `value` consists of, by path from `name`; raises Undescribable."""
+    follower = _Follower()
+    follower.follow(value, name)
+    return follower.parts
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 in hex of `code_parts`."""
+    digest = hashlib.sha256()
+    for path, text in code_parts(value).items():
+        digest.update(f"{path}\0{text}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+class _Follower:
+    """Parts of code, by path. Each object is followed once."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
+        self._written: set[str] = set()
+        """Paths of what the code itself writes to."""
+
+    def follow(self, value: Any, path: str) -> None:
+        if path in self._written:
+            return
+        if type(value) in DATA:
+            self.parts[path] = repr(value)
+        elif id(value) in self._seen:
+            self.parts[path] = f"<as {self._seen[id(value)][0]}>"
+        elif path.count(".") + path.count("[") > MAX_DEPTH:
+            raise Undescribable(path, "is nested too deeply")
+        else:
+            self._seen[id(value)] = (path, value)
+            for name, inner in self._inside(value, path):
+                self.follow(inner, path + name)
+
+    def _inside(self, value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(value, path)
+        elif isinstance(value, type):
+            yield from self._class(value, path)
+        elif isinstance(value, torch.Tensor):
+            self.parts[path] = f"{tensor_text(value)} {tensor_digest(value)[:16]}"
+        elif type(value) is object:
+            self.parts[path] = "<a sentinel>"
+        elif (text := plain_text(value, path)) is not None:
+            self.parts[path] = text
+        elif isinstance(value, set | frozenset):
+            self.parts[path] = stable_text(value, path)
+        elif package_of(type(value)) == "triton":
+            self.parts[path] = class_name(type(value))
+            fields = vars(value)
+            yield from ((f".{name}", fields[name]) for name in _TRITON_FIELDS if name in fields)
+        else:
+            self.parts[path], inner = decomposed(value, path)
+            if not isinstance(value, _WITHOUT_CLASS):
+                yield ".__class__", type(value)
+            yield from inner
+
+    def _function(self, function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+        # its `__module__` may be that of a function it wraps
+        version = _version(str(function.__globals__.get("__name__") or function.__module__))
+        self.parts[path] = function_text(function) + version
+        if version and "<locals>" not in function.__qualname__:
+            return
+        self._written |= {f"{path}.{written}" for written in written_parts(function.__code__)}
+        yield from ((f".{name}", value) for name, value in closure_values(function).items())
+        if function.__defaults__:
+            yield ".__defaults__", function.__defaults__
+        if function.__kwdefaults__:
+            yield ".__kwdefaults__", function.__kwdefaults__
+        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            yield ".__wrapped__", wrapped
+        if not version:
+            for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
+                yield from _global(f".{name}", function, name)
+
+    def _class(self, cls: type, path: str) -> Iterator[tuple[str, Any]]:
+        version = _version(cls.__module__)
+        self.parts[path] = class_name(cls) + version
+        if not version:
+            yield from ((f".__bases__[{i}]", base) for i, base in enumerate(cls.__bases__))
+            yield from (
+                (f".{name}", vars(cls)[name]) for name in sorted(vars(cls)) if _is_own(cls, name)
+            )
+
+
+def _global(path: str, function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
+    code, value = function.__code__, function.__globals__[name]
+    if isinstance(value, types.ModuleType):
+        inner = vars(value)
+        for attribute in sorted(attribute_names(code) & inner.keys()):
+            yield from _read(f"{path}.{attribute}", code, attribute, inner[attribute])
+    elif isinstance(value, str) and (
+        folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
+    ):
+        yield path, value.replace(folder, "<directory>")  # a moved checkout is the same code
+    else:
+        yield from _read(path, code, name, value)
+
+
+def _read(path: str, code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What code reads of a value; of the environment the variables, all if one is computed."""
+    if not any(value is reader for reader in environment.READERS):
+        yield path, value
+    elif (names := variables_read(code, name)) is None:
+        yield path, dict(environment.VARIABLES)
+    else:
+        yield from ((f"{path}[{read!r}]", environment.observed(read)) for read in sorted(names))
+
+
+def _is_own(cls: type, name: str) -> bool:
+    """Whether an attribute was written in the body of the class."""
+    if name.startswith("_abc_"):
+        return False
+    return isinstance(unwrapped(vars(cls)[name]), types.FunctionType) or not name.startswith("__")
+
+
+@functools.cache
+def _version(module: str) -> str:
+    """ " (package version)" for code whose package is known by its version; else empty."""
+    package = package_named(module)
+    if package in VERSIONED:
+        return f" ({package})"
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    if not any(folder in file for folder in _INSTALLED):
+        return ""
+    try:
+        return f" ({package} {importlib.metadata.version(package)})"
+    except importlib.metadata.PackageNotFoundError:
+        stated = getattr(sys.modules[package], "__version__", None)
+        return f" ({package} {stated})" if isinstance(stated, str) else ""

@@ -1,0 +1,120 @@
+"""The parts of a prepared model, and their order. The only importer of parts.
+
+The order is that of `parts_of`. What it decides:
+
+- around a step: a proof compares what an engine is given, so it is outermost. The lock under which
+  code is replaced covers one run of a step, not the runs of its proof. Observers are innermost:
+  they are told of the steps of an engine, not of those of a proof.
+- before a step: code is replaced before a strategy captures for it.
+- around the capture of the startup set: ranks agree first, so that a rank that differs is named
+  before any of them captures; a model that is served uncompiled captures later; what regions have
+  compiled is stored at the end.
+- checks come in their own order in each graph's tuple; no other part has any.
+
+Elsewhere the order does not matter, which `tests/runtime/test_parts.py` shows by permutations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..cache.keys.environment import parts_off
+from ..compile.eager_model import as_it_is
+from ..compile.ir.compilation import CompileRequest
+from ..compile.pipeline import compile_model
+from ..compile.plan.compiled_model import CompiledModel
+from ..config import Config
+from .core.exchange import Exchange
+from .core.records import Records
+from .core_model import CoreModel
+from .part import Part
+from .parts.checks.part import ChecksPart
+from .parts.log.part import LogPart
+from .parts.log.step_log import LoggedStep as LoggedStep
+from .parts.log.step_log import StepObserver as StepObserver
+from .parts.proof.part import ProofPart, Stopped
+from .parts.proof.row_mixing import find_mixed_rows
+from .parts.ranks.part import RanksPart
+from .parts.ranks.ranks import Ranks as Ranks
+from .parts.regions.part import RegionsPart
+from .parts.seal.part import SealPart
+from .parts.starts.background import Background
+from .parts.starts.first_code import first_code
+from .parts.starts.part import StartsPart
+from .parts.starts.verification import Verification
+from .parts.strategies.ledger import MemoryPlan as MemoryPlan
+from .parts.strategies.part import StrategiesPart
+from .prepared_model import PreparedModel
+from .setup.model_policy import FindMixedRows
+from .setup.open_cache import cache_root
+from .setup.policy import Policy
+
+PARTS: tuple[type[Part], ...] = (
+    ProofPart, StartsPart, RanksPart, RegionsPart, StrategiesPart, LogPart, ChecksPart, SealPart,
+)  # fmt: skip
+"""All parts in their order. `PIECEGRAPH_OFF=<part>` turns one off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The code that a start begins with, what runs beside its steps, and the policy of code."""
+
+    compiled: CompiledModel
+    beside: Background | Verification | None = None
+    policy_of: Callable[[CompiledModel], Policy] | None = None
+    ranks: Ranks | None = None
+
+
+def exchange_of(ranks: Ranks | None) -> Exchange | None:
+    """How this process exchanges facts with other ranks, if there are any."""
+    return None if ranks is None or "ranks" in parts_off() else ranks.exchange
+
+
+def mixed_rows_finder() -> FindMixedRows | None:
+    """What finds the pieces in which padding reaches real rows; None if nothing looks."""
+    return None if "proof" in parts_off() else find_mixed_rows
+
+
+def begin(
+    request: CompileRequest, config: Config, records: Records
+) -> tuple[CompiledModel, Background | Verification | None]:
+    """The code to start with, and what runs beside its steps."""
+    if "starts" in parts_off():
+        return compile_model(request), None
+    return first_code(request, config, records)
+
+
+def assemble(core: CoreModel, beginning: Beginning) -> PreparedModel:
+    """The prepared model of `core` with all parts that are not switched off."""
+    off = parts_off()
+    parts = [part for part in parts_of(core, beginning) if part.name not in off]
+    core.parts.set(parts, PARTS)
+    core.start_parts()
+    prepared = PreparedModel(core)
+    for part in parts:
+        if isinstance(part, StartsPart):
+            part.start()
+    return prepared
+
+
+def parts_of(core: CoreModel, beginning: Beginning) -> Iterator[Part]:
+    """The parts that the settings ask for, in their order."""
+    config = core.environment.config
+    if config.shadow is not None:
+        folder = config.codegen.dump_dir or cache_root(config)
+        proof = ProofPart(
+            core, config.shadow, as_it_is(beginning.compiled.model), folder and folder / "shadow"
+        )
+        if beginning.ranks is not None:
+            proof.stop(Stopped.RANKS)
+        yield proof
+    if beginning.policy_of is not None:
+        yield StartsPart(core, beginning.policy_of, beginning.beside)
+    if beginning.ranks is not None:
+        yield RanksPart(core, beginning.ranks)
+    yield RegionsPart(core)
+    yield StrategiesPart(core)
+    yield LogPart(core)
+    yield ChecksPart(core)
+    yield SealPart(core)

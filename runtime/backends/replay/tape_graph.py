@@ -1,0 +1,82 @@
+"""A graph of the replay backend: what its tape recorded, run in order on the recorded memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ....errors import MovedTensor
+from ..ownership import memory_of
+from .tape import COPIES, Tape, poison
+
+
+class TapeGraph:
+    """A finished tape.
+
+    `counters` and `released`, called with the memory that is freed, are the backend's. For
+    `poisons` and `moved_is_error` see `ReplayOptions`.
+    """
+
+    topology = ""
+
+    def __init__(
+        self,
+        tape: Tape,
+        counters: Counter[str],
+        released: Callable[[TapeGraph, Iterable[Tensor]], None],
+        *,
+        poisons: bool,
+        moved_is_error: bool,
+    ) -> None:
+        self.calls = tuple(tape.operations)
+        self._made = tuple(tape.made.values())
+        self._ownership = tape.ownership
+        self._counters = counters
+        self._released = released
+        self._poisons = poisons
+        self._moved_is_error = moved_is_error
+
+    @property
+    def operations(self) -> int:
+        return len(self.calls)
+
+    def replay(self) -> None:
+        self.check_inputs()
+        self.run()
+
+    def run(self) -> None:
+        """What a device does in a replay; the rest of it is done by the host."""
+        if torch.is_inference_mode_enabled():
+            self._run()
+        else:
+            with torch.inference_mode():  # inference tensors may be written in this mode alone
+                self._run()
+
+    def _run(self) -> None:
+        self._counters["replays"] += 1
+        self._counters["operations"] += len(self.calls)
+        if self._poisons:
+            for tensor in self._made:
+                poison(tensor)
+        for operation in self.calls:
+            operation()
+
+    def check_inputs(self) -> None:
+        """Raise MovedTensor if asked to, and a tensor that the graph reads was moved."""
+        for recorded, tensor in self._ownership.moved() if self._moved_is_error else ():
+            name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
+            raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that its operations take."""
+        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
+        return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
+
+    def release(self) -> None:
+        self._released(self, self._made)
+        self.calls = ()
+        self._made = ()

@@ -1,0 +1,59 @@
+"""Padding policies: what a step writes into the padding of an input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from ...config import Padding, Steps
+
+Fill = Tensor | Callable[[], object]
+"""A part to be set to zero, or what writes other padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingPolicy:
+    """The policy of one input. Only this class and `config.Padding` know the kinds.
+
+    REPEAT repeats the last real row (zeros if there is none); SENTINEL writes `value`, such as a
+    cache slot reserved for padding.
+    """
+
+    kind: Padding = Padding.ZERO
+    value: int | float = 0
+    """What padding holds in a batch without real rows; 0 for all kinds but SENTINEL."""
+
+    @property
+    def is_sentinel(self) -> bool:
+        """Whether the user states the value, so that the model never sees another."""
+        return self.kind is Padding.SENTINEL
+
+    @property
+    def each_step(self) -> bool:
+        """Whether padding depends on the rows of the step, so that each step writes it again."""
+        return self.kind is Padding.REPEAT
+
+    def fill(self, part: Tensor, last: Tensor | None) -> Fill | None:
+        """What writes `part`, the padding behind the real row `last`; None to leave it as it is.
+
+        `last` has one row in the dimension that is padded; it is None if no row is real.
+        """
+        if self.kind is Padding.KEEP:
+            return None
+        if self.kind is Padding.REPEAT and last is not None:
+            return partial(part.copy_, last.expand_as(part))
+        return partial(part.fill_, self.value) if self.value else part
+
+
+ZEROS = PaddingPolicy()
+
+
+def padding_policy(steps: Steps, name: str) -> PaddingPolicy:
+    """The policy that the settings state for input `name`; a number is a sentinel."""
+    setting = steps.padding.get(name, Padding.ZERO)
+    if isinstance(setting, Padding):
+        return PaddingPolicy(setting)
+    return PaddingPolicy(Padding.SENTINEL, setting)

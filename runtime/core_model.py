@@ -1,0 +1,287 @@
+"""The core of a prepared model: what its steps run, and what happens to that between two steps.
+
+The core makes a model ready and runs its steps. Everything that protects, proves, speeds up or
+operates it is a part, which the core calls through `part.Parts` and does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+
+from ..compile.bundle.bundle import put_aside
+from ..compile.eager_model import eager_model, uncompiled_model
+from ..compile.ir.compilation import CompileRequest
+from ..compile.plan.compiled_model import CompiledModel
+from ..errors import AllCapturesFailed, AutocastActive, ModelClosed
+from ..torch_compat.basics.tensors import is_autocast_enabled
+from .capture.capture_all import CaptureAll, Capturer, Progress
+from .capture.captures import Captures
+from .capture.dummy_batch import DummyBatches, MetadataFor
+from .capture.graph_set import GraphSet
+from .core.allowed_work import allow_compilation
+from .core.code import ModelCode
+from .core.environment import Environment
+from .core.records import CaptureFailure, MemoryUse
+from .core.static_inputs import StaticInputs, allocate_inputs, split_buffers
+from .core.steps import StepRunner, nothing
+from .core.usage import Usage
+from .forward_context import ForwardContext
+from .part import CaptureSet, Parts
+from .setup.policy import Policy
+
+
+class CoreModel:
+    """Code, static inputs and graphs of one model. Parts hold it; it calls them through `parts`.
+
+    `request` is what other code of the model is made from; None if there is no other.
+    """
+
+    inputs: StaticInputs
+    dummies: DummyBatches
+    graphs: GraphSet
+    captures: Captures
+    capturer: Capturer
+    run: Callable[..., Any]
+    """Runs a step inside what the parts put around it."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        compiled: CompiledModel,
+        policy: Policy,
+        context: ForwardContext,
+        input_buffers: Mapping[str, torch.Tensor],
+        request: CompileRequest | None,
+    ) -> None:
+        self.environment = environment
+        self.request = request
+        self.resolved = policy.resolved
+        self.parts = Parts()
+        self.steps = StepRunner(
+            context,
+            Usage(policy.dispatcher.plan),
+            environment.config.max_num_reqs,
+            environment.backend,
+            self.parts,
+        )
+        self.run = self.steps.run
+        self.sealed = False
+        self.closed = False
+        self.is_provisional = False
+        """Whether the model is served uncompiled until compiled code replaces it."""
+        self._input_buffers = input_buffers
+        self._watched: dict[str, ref[torch.Tensor]] = {}
+        self._use(compiled, policy)
+
+    @property
+    def code(self) -> ModelCode:
+        """The code in service."""
+        return self.steps.code
+
+    def link(self) -> None:
+        """Ask the parts again what they put around a step and between two."""
+        self.parts.link()
+        self.run = self.parts.around(self.steps.run)
+
+    def serve(self, compiled: CompiledModel, policy: Policy | None = None) -> None:
+        """Run steps with `compiled` from now on; no graph is captured."""
+        metadata_for, dispatcher = self.dummies.metadata_for, self.steps.dispatcher
+        if policy is not None and policy.dispatcher.plan.digest != dispatcher.plan.digest:
+            self.steps.usage.follow(policy.dispatcher.plan)
+        else:
+            policy = Policy(self.resolved, dispatcher)
+        self._use(compiled, policy)
+        self.dummies.metadata_for = metadata_for
+        self.start_parts()
+
+    def serve_uncompiled(self) -> None:
+        """Run the model uncompiled from now on, without graphs; it stays sealed if it was."""
+        assert self.request is not None
+        sealed = self.sealed
+        self.release()
+        with allow_compilation():
+            self.serve(uncompiled_model(self.request))
+        if sealed:
+            self.seal()
+
+    def leave_code(self, reason: str) -> bool:
+        """Run the model uncompiled from now on, since its code is wrong.
+
+        Its bundles in the private directory are put aside, so that no other start takes them;
+        returns whether there was one.
+        """
+        aside = put_aside(self.environment.cache, self.code.compiled.plan, reason)
+        self.serve_uncompiled()
+        return aside
+
+    def find_result_form(self) -> None:
+        """Find the form of the result of a model that is served uncompiled, if it is not known:
+        padding and captures need it."""
+        if any(result.dtype == "" for result in self.code.compiled.plan.results):
+            assert self.request is not None
+            self.serve(eager_model(self.request))
+
+    def bind(self) -> None:
+        """Follow weights that were replaced. Raises ModelMismatch for weights of another form."""
+        self.code.bind(self.code.compiled.rebound())
+        self._code_changed()
+
+    def start_parts(self) -> None:
+        """Tell the parts which code serves, and let them decide which graphs exist."""
+        capturers = (part.make_capturer(self.captures) for part in self.parts)
+        self.capturer = next(filter(None, capturers), None) or CaptureAll(self.captures)
+        self._code_changed()
+        self.link()
+
+    def make_ready(self, metadata_for: MetadataFor | None) -> None:
+        """Before a capture or a warm-up: follow weights that were replaced since.
+
+        Raises ModelClosed, and ModelMismatch for weights of another form.
+        """
+        self.must_be_open()
+        if is_autocast_enabled():
+            raise AutocastActive(action="the capture or warm-up")
+        if self.parts.moved(None) != []:
+            self.bind()
+        if metadata_for is not None:
+            self.dummies.metadata_for = metadata_for
+
+    def capture(self, progress: Progress | None) -> None:
+        """Capture the startup set. Raises AllCapturesFailed if there is no graph after it."""
+        capture: CaptureSet = self._capture_startup_set
+        for part in reversed(list(self.parts)):
+            capture = part.around_capture(capture)
+        capture(progress)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Let parts watch a long-lived tensor, which is not kept alive."""
+        self._watched[name] = ref(tensor)
+        for part in self.parts:
+            part.watched(name)
+
+    def watched(self) -> dict[str, torch.Tensor]:
+        """The tensors that `watch` was given and that are still alive."""
+        alive = {name: tensor() for name, tensor in self._watched.items()}
+        return {name: tensor for name, tensor in alive.items() if tensor is not None}
+
+    def refresh(self) -> tuple[int, ...]:
+        """See `PreparedModel.refresh`."""
+        for part in self.parts:
+            part.refreshing()
+        moved_by_graph = {g.index: self.parts.moved(g) for g in self.graphs.present()}
+        stale = {index: names for index, names in moved_by_graph.items() if names != []}
+        moved = self.parts.moved(None)
+        self.bind()
+        environment = self.environment
+        environment.records.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
+        environment.backend.synchronize()
+        self.capturer.recapture(list(stale))
+        self.link()
+        return tuple(stale)
+
+    def seal(self) -> None:
+        """From now on nothing compiles, and only the strategy captures. Idempotent."""
+        self.sealed = True
+        for part in self.parts:
+            part.sealed()
+
+    def between_steps(self) -> None:
+        """Do what waits for the time between two steps."""
+        for before_step in self.parts.before_step:
+            before_step(None)
+
+    def release(self) -> None:
+        """Free all graphs; captures start over."""
+        self.environment.backend.synchronize()
+        self.steps.forget_results()
+        for graph in self.graphs.present():
+            self.graphs.remove(graph.index)
+        self.captures.release_pool()
+        self.capturer.released()
+        self.sealed = False
+        for part in self.parts:
+            part.released()
+        self.link()
+
+    def close(self) -> None:
+        """Free graphs, buffers, code and weights."""
+        self.release()
+        self.closed = True  # a thread may wait for compiled code
+        self.parts.close()
+        self.graphs.close()
+        self.dummies.metadata_for = None
+        self.steps.close()
+
+    def forget_parts(self) -> None:
+        """Nobody uses the model any more: end its parts, so that nothing keeps it in memory."""
+        self.parts.forget()
+        self.run = self.steps.run
+        self.capturer = CaptureAll(self.captures)
+
+    def must_be_open(self) -> None:
+        """Raise ModelClosed, or StepInProgress inside a step."""
+        if self.closed:
+            raise ModelClosed()
+        self.steps.must_be_idle()
+
+    def checks_changed(self) -> None:
+        """Ask the parts again what steps must satisfy."""
+        self.steps.checks = tuple(check.call for _, check in self.parts.checks_of(None))
+        for graph in self.graphs.present():
+            graph.checks = tuple(check.call for _, check in self.parts.checks_of(graph))
+
+    def _code_changed(self) -> None:
+        for part in self.parts:
+            part.replaced(self.code)
+        self.checks_changed()
+
+    def _use(self, compiled: CompiledModel, policy: Policy) -> None:
+        """Run steps with `compiled`, so far without graphs and parts."""
+        environment, dispatcher = self.environment, policy.dispatcher
+        config, backend, records = environment.config, environment.backend, environment.records
+        self.resolved = policy.resolved
+        buffers, unread = split_buffers(compiled.plan, self._input_buffers)
+        if unread:
+            records.events.emit("input_buffers.unread", level=logging.INFO, inputs=unread)
+        self.inputs = allocate_inputs(
+            compiled, config.steps, environment.device, buffers, backend.order_steps
+        )
+        code = ModelCode(compiled, self.inputs, backend)
+        self.dummies = DummyBatches(
+            dispatcher.plan, code, self.inputs, self.steps.context, self.parts.around_dummy_batch
+        )
+        self.graphs = GraphSet(config, backend, code, self.dummies, dispatcher, self.parts)
+        self.captures = Captures(
+            dispatcher.plan, backend, records, self.graphs, environment.exchange
+        )
+        self.steps.use(code, dispatcher, self.graphs.installed)
+        unknown = any(result.dtype == "" for result in compiled.plan.results)
+        self.steps.before_padding = self._found_by_padding() if unknown else nothing
+
+    def _found_by_padding(self) -> Callable[[], None]:
+        """`find_result_form`, without keeping this object alive."""
+        reference = ref(self)
+
+        def find() -> None:
+            if (core := reference()) is not None:
+                core.find_result_form()
+
+        return find
+
+    def _capture_startup_set(self, progress: Progress | None) -> None:
+        records = self.environment.records
+        before = len(records.of(CaptureFailure))
+        with records.events.span("capture", level=logging.INFO):
+            self.capturer.startup(progress)
+        self.link()
+        failures = records.of(CaptureFailure)[before:]
+        present = self.graphs.recordings()
+        if failures and not present:
+            raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
+        now = self.environment.backend.memory()
+        records.add(MemoryUse(sum(each.bytes for _, each in present), now.used, now.free))

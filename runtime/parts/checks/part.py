@@ -1,0 +1,254 @@
+"""What a step must satisfy, so that its graph or its compiled code fits it.
+
+Guarantee: a step whose weights, watched tensors, metadata, read values, host values or model differ
+from what its graph was captured with, or whose inputs share memory with what the model writes to,
+is an error that names the difference. Cost: see `prepared.checks()`; about 2 us of a FULL step
+(`bench step --parts`). Switch: `PIECEGRAPH_OFF=checks`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ....compile.conditions.conditions import checked
+from ....compile.conditions.places import reader
+from ....compile.ir.serialization import dtype_name
+from ....dispatch import RuntimeMode
+from ....errors import AutocastActive
+from ....torch_compat.basics.tensors import is_autocast_enabled, writes_counted
+from ...capture.installed_graph import InstalledGraph
+from ...core.check import Check, CheckStep
+from ...core.code import ModelCode
+from ...core.records import HostValues, UnwatchedTensors
+from ...core_model import CoreModel
+from ...part import Part
+from ...tensors_by_path import tensors_by_path
+from .address_checks import (
+    CHECKED_PER_STEP,
+    METADATA_CHECK_EVERY,
+    METADATA_PER_STEP,
+    Addresses,
+    HostValue,
+    MetadataAddresses,
+    Snapshot,
+)
+from .model_check import MOST_S, ModelCheck
+from .module_state import ModuleState
+from .shared_memory import memory_check, named_weights
+from .step_reads import StepReads
+
+IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
+METADATA_IN_TURN = (
+    f"all at first and in one step of {METADATA_CHECK_EVERY}, else {METADATA_PER_STEP} in turn"
+)
+MODEL_IN_TURN = f"a part in turn, at most {MOST_S * 1e6:.0f} us a step"
+
+
+@dataclass(frozen=True, slots=True)
+class _Relied:
+    """What one graph relies on."""
+
+    addresses: Snapshot
+    metadata: MetadataAddresses | None
+    reads: StepReads | None
+
+
+class ChecksPart(Part):
+    """The checks of the code in service and of its graphs."""
+
+    name = "checks"
+    offers: ClassVar = {"accept_changes": "accept_changes"}
+
+    def __init__(self, core: CoreModel) -> None:
+        self.addresses = Addresses(core.environment.backend.address)
+        self._core = core
+        self._code: ModelCode | None = None
+        self._of_code: Snapshot = self.addresses.snapshot()
+        self._memory: CheckStep | None = None
+        self._model: ModelCheck | None = None
+        self._accepted = set[str]()
+        self._written = set[str]()
+        self._graphs: dict[int, _Relied] = {}
+        self._unwatched = set[int]()
+
+    def accept_changes(self) -> list[str]:
+        """What the engine has changed of the model since `prepare` is its own from now on.
+
+        Returns the changes, which an event names: at these places nothing is a ModelChanged any
+        more. To be called by an engine that sets back what it set for the trace, before anybody
+        else can change the model.
+        """
+        self._core.must_be_open()
+        changes = self._model.accept() if self._model is not None else []
+        self._bind(self._core.code)
+        self._core.checks_changed()
+        events = self._core.environment.records.events
+        events.emit("model.changes_accepted", level=logging.INFO, changes=changes)
+        return changes
+
+    def checks(self, graph: InstalledGraph | None) -> list[Check]:
+        checks = [Check("autocast is off", _no_autocast)]
+        if self._memory is not None:
+            checks.append(Check("inputs share no memory with what is written", self._memory))
+        if self._model is not None:
+            checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
+        if graph is None:
+            return [*checks, Check("addresses of weights", self._of_code.check_step, IN_TURN)]
+        relied = self._graphs[graph.index]
+        if relied.metadata is not None:
+            checks.append(
+                Check("addresses of metadata", relied.metadata.check_step, METADATA_IN_TURN)
+            )
+        if relied.reads is not None:
+            checks.append(Check("values that Python read", relied.reads.check))
+        name = "addresses of weights and watched tensors"
+        if relied.addresses.values:
+            name += ", values on the host"
+        return [*checks, Check(name, relied.addresses.check_step, IN_TURN)]
+
+    def replaced(self, code: ModelCode) -> None:
+        if code is not self._code:
+            self._code = code
+            self.addresses = Addresses(self.addresses.address)
+            self._model = None
+            self._accepted, self._written = set(), set()
+            for name, tensor in self._core.watched().items():
+                self.addresses.watch(name, tensor)
+        self._bind(code)
+
+    def watched(self, name: str) -> None:
+        self.addresses.watch(name, self._core.watched()[name])
+
+    def moved(self, graph: InstalledGraph | None) -> list[str]:
+        return (self._of_code if graph is None else self._graphs[graph.index].addresses).moved()
+
+    def refreshing(self) -> None:
+        if self._model is not None:
+            self._model.check()
+
+    def notes(self) -> StepReads:
+        return StepReads()
+
+    @contextmanager
+    def around_recording(self) -> Iterator[None]:
+        """Of a model that is not traced, what it is now is compared later, except for what its
+        forward changes itself. Raises ModelChanged."""
+        compiled = self._core.code.compiled
+        if compiled.traced:
+            yield
+            return
+        if self._model is None:
+            self._model = ModelCheck(ModuleState(compiled.model).checked, self._accepted)
+        else:
+            self._model.check()
+        before = _writes(compiled.model)
+        yield
+        now = _writes(compiled.model)
+        written = {name for name, count in now.items() if count != before.get(name)}
+        if not written <= self._written:
+            self._written |= written
+            self._memory = memory_check(compiled, self._written)
+        self._model.accept()
+
+    def captured(self, graph: InstalledGraph) -> None:
+        recording, addresses, metadata = graph.recording, self.addresses.snapshot(), None
+        addresses.values = self._host_values(graph)
+        if graph.entry.mode is RuntimeMode.FULL:
+            read = MetadataAddresses(recording.metadata, recording.ownership.found())
+            metadata = read or None
+            addressed = addresses.addresses() | {view.data_ptr() for view in graph.inputs.views}
+            self._report_unwatched(graph, addressed | read.addresses())
+        self._graphs[graph.index] = _Relied(addresses, metadata, recording.notes or None)
+        if not self._core.code.compiled.traced:
+            self._core.checks_changed()
+
+    def freed(self, graph: InstalledGraph) -> None:
+        self._graphs.pop(graph.index, None)
+        if not self._graphs and not self._core.code.compiled.traced:
+            self._model = None  # no graph is left: stop comparing the untraced model's state
+            self._core.checks_changed()
+
+    def close(self) -> None:
+        self.addresses = Addresses(self.addresses.address)
+        self._of_code = self.addresses.snapshot()
+        self._code = self._model = self._memory = None
+
+    def _bind(self, code: ModelCode) -> None:
+        """Watch the weights that the code is bound to."""
+        compiled, addresses = code.compiled, self.addresses
+        placed = {each.target: each.place for each in compiled.plan.weights if each.place}
+        for name, place in placed.items():
+            addresses.watch_read(name, reader(*place, compiled.model))
+        # code that is not traced reads the model's weights itself, any of them
+        named = {name: each for name, each in compiled.weights.items() if name not in placed}
+        addresses.watch_module(compiled.model, named if compiled.traced else None)
+        self._of_code = addresses.snapshot(compiled.weights)
+        self._memory = memory_check(compiled, self._written)
+        if compiled.conditions:
+            places = partial(checked, compiled.conditions, compiled.model)
+            self._model = ModelCheck(places, self._accepted)
+
+    def _host_values(self, graph: InstalledGraph) -> tuple[HostValue, ...]:
+        """Host tensors whose value was baked into the graph; on a CPU those that a move of the
+        model to a device would leave on the host: attributes that are no buffers."""
+        model, recording = self._core.code.compiled.model, graph.recording
+        emulated = self._core.environment.backend.runs_python
+        attributes = {
+            value.data_ptr(): f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
+        names = {} if emulated else {t.data_ptr(): n for n, t in named_weights(model)}
+        names |= attributes
+        values = tuple(
+            HostValue(
+                names.get(tensor.data_ptr(), f"a {dtype_name(tensor.dtype)} tensor"), tensor, where
+            )
+            for tensor, where in recording.ownership.baked()
+            if tensor.data_ptr() in names or not emulated
+        )
+        if values:
+            host_values = HostValues(recording.name, [value.name for value in values])
+            self._core.environment.records.add(host_values)
+        return values
+
+    def _report_unwatched(self, graph: InstalledGraph, addressed: set[int]) -> None:
+        """Record once each tensor that a FULL graph reads and whose address no step checks."""
+        recording = graph.recording
+        unwatched = {
+            place: tensor
+            for tensor in recording.ownership.found()
+            if addressed.isdisjoint(
+                {tensor.data_ptr(), place := tensor.untyped_storage().data_ptr()}
+            )
+            and place not in self._unwatched
+        }
+        if unwatched:
+            self._unwatched |= set(unwatched)
+            layers = tensors_by_path("layers", dict(self._core.steps.context.layers))
+            names = {t.untyped_storage().data_ptr(): path for path, t in layers}
+            tensors = [
+                f"{names.get(place, 'a tensor')}: {dtype_name(t.dtype)}{list(t.shape)}"
+                for place, t in unwatched.items()
+            ]
+            self._core.environment.records.add(UnwatchedTensors(recording.name, tensors))
+
+
+def _no_autocast(*step: Any) -> None:
+    if is_autocast_enabled():
+        raise AutocastActive(action="the step")
+
+
+def _writes(model: torch.nn.Module) -> Mapping[str, int]:
+    """How many writes torch has counted on each weight; it counts none on inference tensors."""
+    named = named_weights(model)
+    return {name: writes_counted(tensor) for name, tensor in named if not tensor.is_inference()}

@@ -1,0 +1,132 @@
+"""The last steps, observers of steps, and ranges for profilers.
+
+Guarantee: each step that runs is told to each observer, with the decision that was carried out and
+the error that it raised. Cost: none without observers (`bench step --parts`); the log itself about
+2 us a step. Switch: `PIECEGRAPH_OFF=log`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, ClassVar
+
+from ....dispatch import Batch, Decision, RuntimeMode
+from ...capture.installed_graph import InstalledGraph
+from ...core.code import ModelCode
+from ...core_model import CoreModel
+from ...part import Part, Run
+from .profiler_ranges import StepRanges, name_segments, range_hooks
+from .step_log import LoggedStep, StepLog, StepObserver
+
+
+class LogPart(Part):
+    """Tells observers of the steps of one model."""
+
+    name = "log"
+    offers: ClassVar = {
+        "observe": "observe",
+        "unobserve": "unobserve",
+        "keep_steps": "keep",
+        "last_steps": "last_steps",
+        "step_log": "step_log",
+        "profiler_ranges": "profiler_ranges",
+    }
+
+    def __init__(self, core: CoreModel) -> None:
+        self.between_steps = False
+        self.step_log: StepLog | None = None
+        """The log of the last steps, if steps are kept."""
+        self._core = core
+        self._observers: tuple[StepObserver, ...] = ()
+        self._ranges = StepRanges()
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` about each step from now on.
+
+        class Modes(piecegraph.StepObserver):
+            def ended(self, decision, num_tokens, error):
+                print(decision.mode.name, num_tokens)
+
+        prepared.parts.log.observe(Modes())
+        """
+        self._use((*self._observers, observer))
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop telling `observer`. Idempotent."""
+        self._use(tuple(each for each in self._observers if each is not observer))
+
+    def keep(self, count: int) -> None:
+        """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
+        if self.step_log is not None:
+            self.unobserve(self.step_log)
+        self.step_log = StepLog(self._core.steps.dispatcher, count) if count else None
+        if self.step_log is not None:
+            self.observe(self.step_log)
+
+    def last_steps(self) -> list[LoggedStep]:
+        """The last steps, oldest first: how each ran, why, and how long. Needs `keep`."""
+        return list(self.step_log.steps) if self.step_log is not None else []
+
+    def profiler_ranges(self, on: bool = True) -> None:
+        """Put steps, graphs, pieces and splitting ops into ranges that profilers show."""
+        if on == (self._ranges in self._observers):
+            return
+        self.unobserve(self._ranges)
+        if on:
+            self.observe(self._ranges)
+        self._core.code.link(range_hooks if on else None)
+        for graph in self._core.graphs.present():
+            if on:
+                self.captured(graph)
+            else:
+                graph.recording.link()
+
+    def around(self, run: Run) -> Run:
+        if not self._observers:
+            return run
+        observers, context = self._observers, self._core.steps.context
+
+        def observed(
+            decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
+        ) -> Any:
+            raised: BaseException | None = None
+            try:
+                for observer in observers:
+                    observer.began(decision, args, kwargs, metadata)
+                return run(decision, args, kwargs, metadata, stated)
+            except BaseException as error:
+                raised = error
+                raise
+            finally:
+                done = decision if raised is not None else context.decision
+                for observer in reversed(observers):
+                    observer.ended(done, context.num_tokens, raised)
+
+        return observed
+
+    def decided(
+        self,
+        batch: Batch,
+        decision: Decision,
+        allowed_modes: Collection[RuntimeMode] | None,
+        excluded_modes: Collection[RuntimeMode] | None,
+    ) -> bool:
+        for observer in self._observers:
+            observer.dispatched(batch, decision)
+        return False
+
+    def captured(self, graph: InstalledGraph) -> None:
+        if self._ranges in self._observers:
+            size = graph.entry.descriptor.num_tokens
+            name_segments(graph.recording, self._core.code.compiled.plan.at(size))
+
+    def replaced(self, code: ModelCode) -> None:
+        if self.step_log is not None:
+            self.step_log.dispatcher = self._core.steps.dispatcher
+        if self._ranges in self._observers:
+            code.link(range_hooks)
+
+    def _use(self, observers: tuple[StepObserver, ...]) -> None:
+        self._observers = observers
+        self.between_steps = bool(observers)
+        self._core.link()

@@ -1,0 +1,235 @@
+"""A warm start is verified; a cold one may serve meanwhile.
+
+Guarantee: code from a bundle is compared with a new trace of the model beside the steps: if it is
+stale, the next step runs the model uncompiled, until it is compiled again. With `bundle="serve"` an
+uncompiled model is compiled beside its steps, and switches to the compiled code between two of
+them. A bundle that fails in two starts is put aside. Several ranks replace code at the same step.
+Cost: while a thread works, one look at it per step (`bench step --parts`), else none. Switch:
+`PIECEGRAPH_OFF=starts`: a start loads or compiles, and nothing runs beside its steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ....compile.ir.compilation import CompileRequest
+from ....compile.pipeline import without_bundle
+from ....compile.plan.compiled_model import CompiledModel
+from ....config import BundleUse
+from ....dispatch import Batch
+from ....errors import ModelClosed
+from ...capture.capture_all import Progress
+from ...core.allowed_work import allow_compilation
+from ...core.code import ModelCode
+from ...core.records import Stale, Switched
+from ...core.report import verified
+from ...core_model import CoreModel
+from ...part import CaptureSet, Part, Run
+from ...setup.policy import Policy
+from .background import Background, Libraries
+from .bundle_failures import note_failure
+from .verification import Verification, stale
+
+Beside = Background | Verification | Libraries
+"""Work beside the steps."""
+
+
+class StartsPart(Part):
+    """Replaces the code of one model. Nothing that it starts keeps the model alive.
+
+    Only one of a step and a replacement happens at a time: another thread may wait for compiled
+    code and switch to it. `policy_of` gives the policy of other code.
+    """
+
+    name = "starts"
+    offers: ClassVar = {
+        "wait_until_compiled": "wait_until_compiled",
+        "wait_until_verified": "wait_until_verified",
+    }
+
+    def __init__(
+        self,
+        core: CoreModel,
+        policy_of: Callable[[CompiledModel], Policy],
+        beside: Background | Verification | None,
+    ) -> None:
+        self.between_steps = False
+        self.beside: Beside | None = beside
+        self._core = core
+        self._policy_of = policy_of
+        self._captures = False
+        """Whether the startup set is captured once compiled code serves."""
+        self._replacing = False
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Begin the work that this start wants beside the steps."""
+        if self.beside is not None:
+            self._start(self.beside)
+
+    def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
+        """With `bundle="serve"`: wait for compiled code, switch to it, and capture as at startup.
+
+        Returns whether compiled code serves now: False after `timeout_s`, and where the model
+        cannot be compiled, for which the report has the reason. Another thread may run steps
+        meanwhile, unless there are several ranks: all must make the same call. Raises ModelClosed.
+        """
+        self._wait(timeout_s)
+        if self._core.closed:
+            raise ModelClosed()
+        return self._core.code.compiled.traced
+
+    def wait_until_verified(self, timeout_s: float | None = None) -> bool | str:
+        """Wait until the bundle of this start is compared with a new trace of the model.
+
+        Returns what `report()["cache"]["verified"]` states: whether it is the model's, or why that
+        is not known, as after `timeout_s`. After a difference the next step runs the model
+        uncompiled, until it is compiled again. Raises BundleStale with `bundle="force"`.
+        """
+        records = self._core.environment.records
+        if isinstance(beside := self.beside, Verification):
+            beside.ready()
+            beside.thread.join(timeout_s)
+            for difference in records.of(Stale):
+                self._must_not_be_forced(difference.difference)
+        return verified(records)
+
+    def before_step(self, batch: Batch | None) -> None:
+        """Replace code if work beside the steps is over. Raises BundleStale with `force`."""
+        self._core.steps.must_be_idle()
+        with self._lock:
+            if self.beside is not None and self.beside.thread.poll():
+                self._follow(self.beside, waited=False)
+
+    def around(self, run: Run) -> Run:
+        if not isinstance(self.beside, Background):
+            return run
+        lock = self._lock
+
+        def locked(*step: Any) -> Any:
+            with lock:
+                return run(*step)
+
+        return locked
+
+    def around_capture(self, capture: CaptureSet) -> CaptureSet:
+        def capture_or_wait(progress: Progress | None) -> None:
+            if isinstance(self.beside, Background):
+                self._captures = True  # once compiled code serves
+                return
+            capture(progress)
+            if isinstance(self.beside, Verification):
+                self.beside.ready()
+
+        return capture_or_wait
+
+    def replaced(self, code: ModelCode) -> None:
+        if not self._replacing and not code.compiled.traced and self._stale_work():
+            self._stop()  # somebody else has left the code of the bundle
+
+    def released(self) -> None:
+        self._captures = False
+
+    def failed(self, error: Exception) -> None:
+        environment = self._core.environment
+        note_failure(error, self._core.code.compiled, environment.cache, environment.records)
+
+    def close(self) -> None:
+        beside, self.beside = self.beside, None
+        if beside is not None:
+            beside.thread.stop()
+
+    @property
+    def _request(self) -> CompileRequest:
+        assert self._core.request is not None
+        return self._core.request
+
+    def _stale_work(self) -> bool:
+        return isinstance(self.beside, Verification | Libraries)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        background, core = self.beside, self._core
+        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while isinstance(background, Background):
+            background.thread.join(max(0.0, min(1.0, end - time.monotonic())))
+            with self._lock:
+                if self.beside is not background:  # another thread has switched
+                    return
+                core.must_be_open()
+                over, expired = background.thread.is_over(expired=time.monotonic() >= end)
+                if over:
+                    self._follow(background, waited=True)
+                if over or expired:
+                    return
+
+    def _start(self, beside: Beside) -> None:
+        self._use(beside)
+        beside.thread.start()
+
+    def _stop(self) -> None:
+        self.close()
+        self._use(None)
+
+    def _use(self, beside: Beside | None) -> None:
+        self.beside = beside
+        self.between_steps = beside is not None
+        self._core.is_provisional = isinstance(beside, Background)
+        self._core.link()
+
+    def _follow(self, beside: Beside, *, waited: bool) -> None:
+        """Work beside the steps is over, on all ranks."""
+        failure = beside.thread.failure
+        if isinstance(beside, Background):
+            try:
+                if (compiled := beside.compiled()) is not None:
+                    self._switch(beside, compiled, waited)
+            finally:  # until here steps of another thread wait
+                self._stop()
+            if (
+                compiled is not None
+                and self._core.environment.config.bundle is BundleUse.SERVE_AHEAD
+            ):
+                self._start(Libraries(self._request, self._core.environment.records))
+        elif failure:
+            self._leave_bundle(failure)
+        else:
+            self._stop()
+
+    def _switch(self, background: Background, compiled: CompiledModel, waited: bool) -> None:
+        core, records = self._core, self._core.environment.records
+        captures = self._captures
+        with allow_compilation(), records.events.span("switch") as span:
+            core.serve(compiled, self._policy_of(compiled))
+            if captures and waited:
+                core.capturer.startup(serving=True)
+            elif captures:
+                core.capturer.startup_while_serving()
+        thread = background.thread
+        records.add(Switched(background.seconds, thread.steps, span.seconds * 1000))
+
+    def _leave_bundle(self, difference: str) -> None:
+        """Run the model uncompiled, and compile it beside its steps. Raises where that is not
+        allowed, before each step."""
+        core, records = self._core, self._core.environment.records
+        if not records.of(Stale):  # another rank has found it
+            records.add(Stale(0.0, difference))
+        self._must_not_be_forced(difference)
+        captures = bool(core.graphs.recordings())
+        request = self._request
+        background = Background(without_bundle(request), records, request.exchange)
+        self._stop()
+        self._replacing = True
+        try:
+            core.serve_uncompiled()
+        finally:
+            self._replacing = False
+        with allow_compilation():
+            self._start(background)
+        self._captures = captures
+
+    def _must_not_be_forced(self, difference: str) -> None:
+        if self._core.environment.config.bundle is BundleUse.FORCE:
+            raise stale(self._request, difference)

@@ -1,0 +1,221 @@
+"""Every backend in the same scenes, asked for nothing but what its protocol has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import (
+    Batch,
+    Config,
+    PreparedModel,
+    RuntimeMode,
+    break_graph,
+    get_forward_context,
+    prepare,
+)
+from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, WorkAfterSeal
+from piecegraph.runtime.backends.protocol import Capture, Graph, GraphBackend
+from piecegraph.runtime.backends.registry import choose_backend
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
+
+from .conftest import Rig, make_rig, strict_backend
+from .fake_device import FakeBackend
+
+
+class Only:
+    """An object of which nothing but the members of `protocol` can be read."""
+
+    def __init__(self, protocol: type[Any], held: Any) -> None:
+        self._members = {*vars(protocol), *protocol.__annotations__}
+        self._held = held
+
+    def __getattr__(self, name: str) -> Any:
+        assert name in self._members, f"the protocol has no {name!r}"
+        return getattr(self._held, name)
+
+    def begin(self, *args: Any) -> Any:
+        return Only(Capture, self._held.begin(*args))
+
+    def end(self) -> Any:
+        return Only(Graph, self._held.end())
+
+
+DELAYED = {"delay": True, "fail_on_early_writes": True, "poison_old_results": True}
+BACKENDS: dict[str, Callable[[], GraphBackend]] = {
+    "replay": strict_backend,
+    "delayed": lambda: strict_backend(**DELAYED),
+    "fake": FakeBackend,
+    "cuda": lambda: choose_backend("cuda", torch.device("cuda")),
+}
+
+
+@pytest.fixture(params=[*list(BACKENDS)[:3], pytest.param("cuda", marks=pytest.mark.gpu)])
+def scene(request: pytest.FixtureRequest) -> Any:
+    backend: Any = Only(GraphBackend, BACKENDS[request.param]())
+    with torch.no_grad():
+        yield make_rig(backend, "cuda" if request.param == "cuda" else "cpu")
+    backend.synchronize()
+
+
+@break_graph
+def attend(query: Tensor, out: Tensor) -> None:
+    context = get_forward_context()
+    cache = context.layers["cache"]
+    cache.index_copy_(0, context.metadata[: len(query)], query)
+    out.copy_(cache.index_select(0, context.metadata[: len(query)]) * 2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x * self.weight
+        out = torch.empty_like(query)
+        attend(query, out)
+        return out + query
+
+
+def served(scene: Rig) -> tuple[PreparedModel, Model, Tensor]:
+    """A model with one slot for each token, the slots, and its metadata."""
+    model, cache = Model().to(scene.device), torch.zeros(9, 4, device=scene.device)
+    config = Config(
+        compile=False,
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=8,
+        max_num_reqs=8,
+        capture_sizes=(4, 8),
+        graph_mode="FULL_AND_PIECEWISE",
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
+        steps={"after_seal": "raise"},
+    )
+    prepared = prepare(model, config, backend=scene.backend, layers={"cache": cache})
+    slots = torch.full((8,), 8, device=scene.device)
+    prepared.capture(lambda *facts: slots)
+    scene.backend.synchronize()
+    assert not cache[:8].any()
+    slots.copy_(torch.arange(8))
+    return prepared, model, slots
+
+
+def step(scene: Rig, prepared: PreparedModel, model: Model, slots: Tensor, batch: Batch) -> str:
+    """Run a step of random rows and compare it with the model; returns its mode."""
+    x = scene.rand(batch.num_tokens, 4)
+    decision = prepared.dispatch(batch)
+    result = prepared.run(decision, x, metadata=slots).clone()
+    copied = prepared.copies_done()
+    copied.synchronize()
+    prepared.reads_done().synchronize()
+    assert copied.query()
+    assert torch.equal(result, x * model.weight * 3)
+    return decision.mode.name
+
+
+def decode(n: int) -> Batch:
+    return Batch(n, n, is_decode=True, query_len=1)
+
+
+def test_a_model_from_the_first_capture_to_the_close(scene: Rig) -> None:
+    prepared, model, slots = served(scene)
+    modes = [
+        step(scene, prepared, model, slots, batch)
+        for batch in (decode(3), Batch(3, 1), decode(8), Batch(8, 1), decode(4), decode(3))
+    ]
+    assert modes == ["FULL", "PIECEWISE", "FULL", "PIECEWISE", "FULL", "FULL"]
+    without = prepared.dispatch(decode(3), allowed_modes={RuntimeMode.NONE})
+    x = scene.rand(3, 4)
+    assert torch.equal(prepared.run(without, x, metadata=slots), x * model.weight * 3)
+    prepared.seal()
+    model.weight = nn.Parameter(torch.rand_like(model.weight), requires_grad=False)
+    assert len(prepared.refresh()) == 4
+    assert step(scene, prepared, model, slots, decode(3)) == "FULL"
+    with pytest.raises(WorkAfterSeal):
+        scene.record(torch.neg, scene.rand(2))
+    prepared.release()
+    assert scene.backend.memory().used == 0 or scene.device.type == "cuda"
+    assert prepared.run(prepared.dispatch(decode(3)), x, metadata=slots).shape == (3, 4)
+    prepared.capture(lambda *facts: slots)
+    assert step(scene, prepared, model, slots, decode(8)) == "FULL"
+    prepared.report()
+    prepared.close()
+
+
+def test_a_capture_executes_nothing_and_a_replay_does(scene: Rig) -> None:
+    x, total = scene.rand(3), torch.zeros(3, device=scene.device)
+
+    def fn(x: Tensor) -> Tensor:
+        total.add_(x)
+        return total * 2
+
+    recording = scene.record(fn, x)
+    before = total.clone()
+    assert torch.equal(before, x)  # of the warm-up run
+    recording.replay()
+    assert torch.equal(recording.outputs, (x + x) * 2)
+    x.fill_(1)
+    recording.replay()
+    assert torch.equal(total, before * 2 + 1)
+
+
+def test_memory_grows_with_graphs_and_is_given_back(scene: Rig) -> None:
+    used = scene.backend.memory().used
+    recordings = [scene.record(lambda x: x * 2, scene.rand(n)) for n in (1 << 18, 1 << 17)]
+    assert recordings[0].bytes > 0
+    assert scene.backend.memory().used > used
+    for recording in recordings:
+        recording.release()
+    scene.backend.release_pool(scene.pool)
+    assert scene.backend.memory().used <= used
+
+
+@pytest.mark.parametrize("make", [FakeBackend, lambda t: ReplayBackend(ReplayOptions(limit=t))])
+def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make: Any) -> None:
+    scene = make_rig(Only(GraphBackend, make(100)), "cpu")  # type: ignore[arg-type]
+    with pytest.raises(CaptureOutOfMemory):
+        scene.record(lambda x: x * 2, torch.rand(50))
+    recording = scene.record(lambda x: x * 2, torch.ones(3))
+    recording.replay()
+    assert recording.outputs.tolist() == [2, 2, 2]
+
+
+def test_a_failing_capture_leaves_a_backend_that_captures(scene: Rig) -> None:
+    runs: list[Tensor] = []
+
+    def raise_at_capture(x: Tensor) -> Tensor:
+        runs.append(x * 2)
+        if len(runs) == 2:
+            raise ValueError("mine")
+        return x
+
+    for fn in (raise_at_capture, lambda x: x * x.sum().item()):
+        with pytest.raises(CaptureFailed):
+            scene.record(fn, scene.rand(2))
+    x = scene.rand(3)
+    recording = scene.record(lambda x: x + 1, x)
+    recording.replay()
+    assert torch.equal(recording.outputs, x + 1)
+
+
+def test_a_session_makes_many_captures_into_one_pool(scene: Rig) -> None:
+    x = scene.rand(8)
+    with capture_session(scene.backend, scene.pool, scene.events) as session:
+        recordings = [
+            record(lambda x: x * 2, (x[:n],), session, name=str(n), breaks=False) for n in (8, 4)
+        ]
+        session.finalize()
+    for recording, n in zip(recordings, (8, 4), strict=True):
+        recording.replay()
+        assert torch.equal(recording.outputs, x[:n] * 2)
+
+
+def test_what_the_protocol_does_not_have_cannot_be_read() -> None:
+    with pytest.raises(AssertionError, match="no 'queue'"):
+        _ = Only(GraphBackend, strict_backend(delay=True)).queue
