@@ -59,7 +59,7 @@ class Copy:
     config: Any
     dtype: str
     compiler: str
-    proof: proof.ModelProof
+    proof: proof.Proof
     cache: Path
 
     def model(self) -> Any:
