@@ -362,9 +362,9 @@ class Records:
     @property
     def phases(self) -> list[Span]:
         """Phases of the startup in order, without `prepare` as a whole; a name can repeat."""
-        return [span for span in self.events.phases if span.name != "prepare"]
+        return [span for span in list(self.events.phases) if span.name != "prepare"]
 
     @property
     def prepare_seconds(self) -> float:
         """Seconds that `prepare` took; 0 for a model that was not made by `prepare`."""
-        return sum(span.seconds for span in self.events.phases if span.name == "prepare")
+        return sum(span.seconds for span in list(self.events.phases) if span.name == "prepare")

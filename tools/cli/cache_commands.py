@@ -183,7 +183,7 @@ def why_command(
         model, config = _model_of("--of", of, options.cache_dir)
     else:
         model = build_model(options, find_device(options.device))
-        config = library_config(options)
+        config = library_config(options, model)
     answer = explain_miss(model, config)
     say(json_path, answer.as_json(), str(answer))
     return MISS if answer.reason else 0
@@ -329,13 +329,13 @@ def warm_command(
     from ..serve.progress import starting
     from ..serve.run import build_model, find_device, library_config
 
-    config = library_config(options)
-    _refuse_unkept(options, config)
     root, facts = cache_directory(options.cache_dir), list[dict[str, Any]]()
     for rank in range(ranks):
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
         began, events = time.perf_counter(), Events()
         model = build_model(options, find_device(name))
+        config = library_config(options, model)
+        _refuse_unkept(options, config)
         with starting(stderr(), events):
             prepared = prepare(model, config, events=events)
             bundle = "was there" if prepared.compiled.from_bundle else "built"
