@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -33,6 +33,14 @@ test-fast: $(VENV)/.dev
 # What only saves time is off: everything is right without it.
 test-not-faster: $(VENV)/.dev
 	PIECEGRAPH_OFF=faster $(PYTEST) -m "not gpu and not heavy" tests/compile tests/torch_compat
+
+# The tests of the core and of captures: `PIECEGRAPH_OFF=checks make test-core` runs them without a part.
+LIVE := tests/runtime/live
+CORE_TESTS := $(addprefix tests/runtime/test_,parts.py recorder.py capture_session.py static_inputs.py \
+		lifetimes.py backends.py replay_backend.py forward_context.py ownership.py) \
+	$(addprefix $(LIVE)/test_,step.py results.py dummy_batch.py matrix.py strides.py written_inputs.py low_end.py)
+test-core: $(VENV)/.dev
+	$(PYTEST) -m "not gpu and not heavy" $(CORE_TESTS)
 
 # More cases of what `make test` shows. About ten minutes.
 heavy: $(VENV)/.dev

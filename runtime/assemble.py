@@ -4,7 +4,7 @@ The order is that of `parts_of`. What it decides:
 
 - around a step: a proof compares what an engine is given, so it is outermost. The lock under which
   code is replaced covers one run of a step, not the runs of its proof. Observers are innermost:
-  they are told of the steps of an engine, not of those of a proof.
+  the time of a step is not that of its proof.
 - before a step: code is replaced before a strategy captures for it.
 - around the capture of the startup set: ranks agree first, so that a rank that differs is named
   before any of them captures; a model that is served uncompiled captures later; what regions have

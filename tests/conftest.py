@@ -56,6 +56,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"{reason}: NOT tested with torch {version('torch')}")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """`make test-core` with a part off: tests of what the part guarantees cannot pass."""
+    off = set(os.environ.get("PIECEGRAPH_OFF", "").split(","))
+    for item in session.items:
+        for mark in item.iter_markers("needs_part"):
+            if off.intersection(mark.args):
+                item.add_marker(pytest.mark.skip(reason=f"part {mark.args[0]} is off"))
+
+
 @pytest.fixture(scope="session")
 def package_sources() -> dict[str, Path]:
     """Every Python file of the package itself, by its name relative to the package."""

@@ -90,7 +90,7 @@ def walked(tmp_path_factory):
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("title", "index", "most"),
-    [("Walk 1: a cold start to the first replay", 0, 11), ("Walk 2: a step", 1, 4)],
+    [("Walk 1: a cold start to the first replay", 0, 10), ("Walk 2: a step", 1, 4)],
 )
 def test_a_walk_is_what_happens(walked, title, index, most):
     called, named = walked[index], walk(title)

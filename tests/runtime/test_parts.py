@@ -1,0 +1,300 @@
+"""The protocol of parts: what is called when, which orders do not matter, and life without each."""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph import Batch, Config, PreparedModel
+from piecegraph.runtime import assemble
+from piecegraph.runtime.capture.installed_graph import InstalledGraph
+from piecegraph.runtime.core.check import Check
+from piecegraph.runtime.core.code import ModelCode
+from piecegraph.runtime.core_model import CoreModel
+from piecegraph.runtime.part import Part
+from piecegraph.runtime.setup.switches import PARTS
+
+ROOT = Path(pg.__file__).parent
+BATCH = Batch(3, 3, is_decode=True, query_len=1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(8.0).view(8, 1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.t().expand(4, 8))
+
+
+def prepared_model(**settings: Any) -> PreparedModel:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
+        capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
+        cache=False, **settings,
+    )  # fmt: skip
+    return pg.prepare(Model(), config)
+
+
+class Noting(Part):
+    """Notes which methods the core calls. Written from `part.py` alone."""
+
+    name = "noting"
+    offers: ClassVar = {"noted": "noted"}
+
+    def __init__(self, core: CoreModel) -> None:
+        self.noted: list[str] = []
+        self.steps = 0
+
+    def before_step(self, batch: Batch | None) -> None:
+        self.noted.append("before_step")
+
+    def decided(self, *facts: Any) -> bool:
+        self.noted.append("decided")
+        return False
+
+    def checks(self, graph: InstalledGraph | None) -> list[Check]:
+        return [Check("noting", self._count)]
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*step: Any) -> Any:
+            self.noted.append("around")
+            return run(*step)
+
+        return noted
+
+    def captured(self, graph: InstalledGraph) -> None:
+        self.noted.append(f"captured {graph.index}")
+
+    def freed(self, graph: InstalledGraph) -> None:
+        self.noted.append(f"freed {graph.index}")
+
+    def replaced(self, code: ModelCode) -> None:
+        self.noted.append("replaced")
+
+    def watched(self, name: str) -> None:
+        self.noted.append(f"watched {name}")
+
+    def refreshing(self) -> None:
+        self.noted.append("refreshing")
+
+    def sealed(self) -> None:
+        self.noted.append("sealed")
+
+    def released(self) -> None:
+        self.noted.append("released")
+
+    def failed(self, error: Exception) -> None:
+        self.noted.append(f"failed {type(error).__name__}")
+
+    def facts(self) -> dict[str, Any]:
+        return {"noting": self.steps}
+
+    def close(self) -> None:
+        self.noted.append("close")
+
+    def _count(self, *step: Any) -> None:
+        self.noted.append("check")
+        self.steps += 1
+
+
+@pytest.fixture
+def noting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prepared model has a `Noting` part as its last one."""
+    parts_of = assemble.parts_of
+
+    def with_noting(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+        yield from parts_of(core, beginning)
+        yield Noting(core)
+
+    monkeypatch.setattr(assemble, "parts_of", with_noting)
+    monkeypatch.setattr(assemble, "PARTS", (*assemble.PARTS, Noting))
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_part_is_told_what_it_asks_for() -> None:
+    prepared = prepared_model()
+    noted = prepared.noted
+
+    def since() -> list[str]:
+        told, noted[:] = noted[:], []
+        return told
+
+    assert since() == ["replaced"]
+    prepared.capture()
+    captured = since()
+    assert captured == [f"captured {index}" for index in range(len(captured))] != []
+    prepared.run(prepared.dispatch(BATCH), torch.ones(3, 8))
+    assert since() == ["before_step", "decided", "around", "check"]
+    prepared.run(prepared.dispatch(Batch(9, 1)), torch.ones(9, 8))  # without a graph
+    assert since() == ["before_step", "decided", "around", "check"]
+    with pytest.raises(pg.PiecegraphError):
+        prepared.run(prepared.dispatch(BATCH), torch.ones(3, 9))
+    assert since()[-1] == "failed InputMismatch"
+    cache = torch.zeros(4)
+    prepared.watch("cache", cache)
+    prepared.refresh()
+    assert since() == ["watched cache", "refreshing", "replaced"]
+    prepared.seal()
+    prepared.release()
+    assert since() == ["sealed", *(f"freed {index}" for index in range(len(captured))), "released"]
+    assert prepared.report()["noting"] == prepared.parts.noting.steps == 2
+    prepared.close()
+    assert since() == ["released", "close"]
+
+
+@pytest.mark.usefixtures("noting")
+def test_a_dropped_model_closes_its_parts() -> None:
+    prepared = prepared_model()
+    noted = prepared.noted
+    del prepared
+    assert noted[-1] == "close"
+
+
+def test_the_listed_checks_are_those_that_run() -> None:
+    prepared = prepared_model()
+    prepared.capture()
+    for decision in (None, prepared.dispatch(BATCH)):
+        rows = prepared.checks(decision)
+        core = prepared._core
+        graph = None if decision is None else core.graphs.installed[decision.graph_index]
+        run = core.steps.checks if graph is None else graph.checks
+        assert len(rows) == len(run) == len(core.parts.checks_of(graph))
+        assert all(row["owner"] == "checks" and row["often"] for row in rows)
+    names = [row["name"] for row in prepared.checks(prepared.dispatch(BATCH))]
+    assert "addresses of weights and watched tensors" in names
+
+
+def scenario(prepared: PreparedModel) -> dict[str, Any]:
+    """What a prepared model does in a life, without times."""
+    results = []
+    prepared.parts.log.keep(100)
+    prepared.capture()
+    for tokens in (3, 8, 9, 1, 3):
+        batch = Batch(tokens, tokens, is_decode=True, query_len=1)
+        results.append(prepared(torch.arange(tokens * 8.0).view(tokens, 8), batch=batch).tolist())
+    prepared.seal()
+    prepared.refresh()
+    report = prepared.report()
+    told = [event.name for event in prepared.events.events if event.name != "phase"]
+    steps = [(step.mode, step.num_tokens, step.reason) for step in prepared.parts.log.last_steps()]
+    kept = ("dispatch", "reasons", "memory", "graph_mode", "pieces", "cache")
+    prepared.close()
+    return {
+        "results": results, "steps": steps, "told": told, **{name: report[name] for name in kept}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_order_that_does_not_matter_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Any order that keeps what assemble.py states: proof first, then starts before strategies,
+    the log after the proof."""
+    expected = scenario(prepared_model())
+    parts_of = assemble.parts_of
+
+    def shuffled(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+        parts = list(parts_of(core, beginning))
+        order = random.Random(seed)
+        while True:
+            order.shuffle(parts)
+            names = [part.name for part in parts]
+            if names.index("starts") < names.index("strategies"):
+                return iter(parts)
+
+    monkeypatch.setattr(assemble, "parts_of", shuffled)
+    got = scenario(prepared_model())
+    got["told"], expected["told"] = sorted(got["told"]), sorted(expected["told"])
+    assert got == expected
+
+
+class Counting(pg.StepObserver):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def ended(self, *step: Any) -> None:
+        self.steps += 1
+
+
+@pytest.mark.parametrize(("proof_first", "steps"), [(True, 1), (False, 1)])
+def test_observers_are_not_told_of_the_runs_of_a_proof(
+    monkeypatch: pytest.MonkeyPatch, proof_first: bool, steps: int
+) -> None:
+    parts_of = assemble.parts_of
+
+    def ordered(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+        parts = list(parts_of(core, beginning))
+        return iter(parts if proof_first else parts[::-1])
+
+    monkeypatch.setattr(assemble, "parts_of", ordered)
+    prepared = prepared_model(shadow={"every": 1, "share": 1.0})
+    prepared.capture()
+    observer = Counting()
+    prepared.parts.log.observe(observer)
+    prepared(torch.ones(3, 8), batch=BATCH)
+    assert sum(row["count"] for row in prepared.report()["shadow"]["proved"]) == 1
+    assert observer.steps == steps
+
+
+def test_names_texts_and_docstrings_of_parts() -> None:
+    assert [part.name for part in assemble.PARTS] == list(PARTS)
+    for part in assemble.PARTS:
+        text = sys.modules[part.__module__].__doc__ or ""
+        stated = ("Guarantee: ", "Cost: ", f"PIECEGRAPH_OFF={part.name}")
+        assert all(word in text for word in stated)
+        for name, inner in part.offers.items():
+            assert hasattr(part, inner) or name in ("step_log",)
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_without_a_part_steps_are_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    expected = scenario(prepared_model())["results"]
+    monkeypatch.setenv("PIECEGRAPH_OFF", name)
+    prepared = prepared_model()
+    assert name not in [part.name for part in prepared.parts]
+    off = getattr(prepared.parts, name)
+    assert not off
+    assert off.anything.at_all(1) is None
+    prepared.capture()
+    assert prepared.recordings()
+    for number, tokens in enumerate((3, 8, 9, 1, 3)):
+        batch = Batch(tokens, tokens, is_decode=True, query_len=1)
+        x = torch.arange(tokens * 8.0).view(tokens, 8)
+        assert prepared(x, batch=batch).tolist() == expected[number]
+    with torch.no_grad():
+        prepared.compiled.model.weight.data = torch.ones(8, 1)
+    assert len(prepared.refresh()) == len(prepared.recordings())
+    assert prepared(torch.ones(3, 8), batch=BATCH).tolist() == [[8.0] * 4] * 3
+    prepared.seal()
+    prepared.close()
+
+
+def test_an_unknown_part_and_an_unknown_attribute_are_named() -> None:
+    prepared = prepared_model()
+    with pytest.raises(AttributeError, match="no part 'nothing'; the parts are proof, ranks"):
+        _ = prepared.parts.nothing
+    with pytest.raises(AttributeError, match="no 'nothing', and no part offers it"):
+        _ = prepared.nothing
+    assert {"wait_until_verified", "memory_plan", "last_steps"} <= {*dir(prepared)}
+
+
+def test_the_core_imports_no_part() -> None:
+    files = [
+        *(ROOT / "runtime/core").glob("*.py"), *(ROOT / "runtime/capture").glob("*.py"),
+        *(ROOT / "runtime/setup").glob("*.py"), *(ROOT / "runtime/backends").rglob("*.py"),
+        *(ROOT / "runtime" / f"{name}.py" for name in ("core_model", "part", "prepared_model")),
+    ]  # fmt: skip
+    assert len(files) > 40
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert "parts" not in (node.module or "").split("."), file
