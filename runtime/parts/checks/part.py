@@ -2,7 +2,7 @@
 
 Guarantee: a step whose weights, watched tensors, metadata, read values, host values or model differ
 from what its graph was captured with, or whose inputs share memory with what the model writes to,
-is an error that names the difference. Cost: see `prepared.checks()`; about 2 us of a FULL step
+is an error that names the difference. Cost: see `prepared.checks()`; about 3 us of a FULL step
 (`bench step --parts`). Switch: `PIECEGRAPH_OFF=checks`.
 """
 
