@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,7 +241,7 @@ class ChecksPart(Part):
             self._core.environment.records.add(UnwatchedTensors(recording.name, tensors))
 
 
-def _no_autocast(*step: Any) -> None:
+def _no_autocast(context: object, tensors: object) -> None:
     if is_autocast_enabled():
         raise AutocastActive(action="the step")
 
