@@ -29,7 +29,7 @@ from piecegraph.tools.report.sections import ReportSection, as_terminal
 from piecegraph.tools.serve.options import RunOptions, choice
 from piecegraph.tools.serve.requests import read_requests, requests_of
 
-from . import dispatch, engine, prepare, scaling, serving, step, strategies
+from . import dispatch, engine, prepare, scaling, serving, step, step_parts, strategies
 from .compare import SCHEMA, compare, comparison_section, summary_section, summed_up
 from .load import RAMPS, Arrivals, parse_objectives, summary, synthetic_rows
 from .ratios import ratios_section
@@ -72,9 +72,21 @@ def _comparison(name: str, benchmark: ModuleType, help: str) -> None:
 
 
 _comparison("dispatch", dispatch, "What a decision costs.")
-_comparison("step", step, "What the library adds to a step.")
 _comparison("strategies", strategies, "What capturing early or late costs.")
 _comparison("scaling", scaling, "What workers save of a cold start at level 3.")
+
+
+@app.command("step")
+def step_command(
+    quick: QuickOption = False,
+    parts: Annotated[bool, typer.Option("--parts", help="What each part costs a step.")] = False,
+    json_path: JsonOption = None,
+) -> int:
+    """What the library adds to a step. Compared within one run."""
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    result = step_parts.run(quick) if parts else step.run(quick)
+    _show(ratios_section("step", result), result, to_json)
+    return 0
 
 
 @app.command("prepare")

@@ -246,30 +246,11 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
         ("FULL, served, the engine's buffers", NUM_TOKENS, True),
         ("FULL, served, the engine's buffers, padded", NUM_TOKENS - 1, True),
     ):
-        inputs = {
-            "x": torch.zeros(NUM_TOKENS, HIDDEN),
-            "positions": torch.zeros(NUM_TOKENS, dtype=torch.int64),
-            "slot_mapping": torch.zeros(NUM_TOKENS, dtype=torch.int64),
-            "adapter_ids": torch.zeros(NUM_TOKENS, dtype=torch.int64),
-        }
-        caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
-        config = _config(
-            GraphMode.FULL_DECODE_ONLY,
-            x=f"float32[num_tokens, {HIDDEN}]",
-            positions="int64[num_tokens]",
-            slot_mapping="int64[num_tokens]",
-            adapter_ids="int64[num_tokens]",
-        )
-        prepared = prepare(
-            ServedModel(), config, backend=IdleBackend(), input_buffers=inputs if own else None
-        )
-        for layer, cache in enumerate(caches):
-            prepared.watch(f"layers.{layer}.cache", cache)
-        prepared.capture()
-        prepared.seal()
+        inputs = served_inputs()
+        prepared, caches = served_model(GraphMode.FULL_DECODE_ONLY, inputs if own else None)
         step, metadata = {k: tensor[:num_tokens] for k, tensor in inputs.items()}, object()
         timed: list[Callable[[], Any]] = [
-            partial(_served_step, prepared, num_tokens, metadata, step),
+            partial(served_step, prepared, num_tokens, metadata, step),
             _bare_loop(prepared),
         ]
         if own:
@@ -282,6 +263,33 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
         if own and num_tokens == NUM_TOKENS:
             rows.append(row("least step, by hand", "bare loop", times[2], times[1]))
     return rows
+
+
+def served_inputs() -> dict[str, torch.Tensor]:
+    """The inputs of `ServedModel`."""
+    integers = ("positions", "slot_mapping", "adapter_ids")
+    zeros = {name: torch.zeros(NUM_TOKENS, dtype=torch.int64) for name in integers}
+    return {"x": torch.zeros(NUM_TOKENS, HIDDEN), **zeros}
+
+
+def served_model(
+    mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None
+) -> tuple[PreparedModel, list[torch.Tensor]]:
+    """`ServedModel`, captured and sealed, and its watched caches, which the caller keeps."""
+    caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
+    config = _config(
+        mode,
+        x=f"float32[num_tokens, {HIDDEN}]",
+        positions="int64[num_tokens]",
+        slot_mapping="int64[num_tokens]",
+        adapter_ids="int64[num_tokens]",
+    )
+    prepared = prepare(ServedModel(), config, backend=IdleBackend(), input_buffers=buffers)
+    for layer, cache in enumerate(caches):
+        prepared.watch(f"layers.{layer}.cache", cache)
+    prepared.capture()
+    prepared.seal()
+    return prepared, caches
 
 
 def _least_step(
@@ -320,7 +328,7 @@ def _least_step(
     return step
 
 
-def _served_step(
+def served_step(
     prepared: PreparedModel, num_tokens: int, metadata: object, inputs: dict[str, torch.Tensor]
 ) -> None:
     """One step as an engine runs it; the result is dropped, as after sampling."""

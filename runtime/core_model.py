@@ -67,7 +67,6 @@ class CoreModel:
             Usage(policy.dispatcher.plan),
             environment.config.max_num_reqs,
             environment.backend,
-            self.parts,
         )
         self.run = self.steps.run
         self.sealed = False
@@ -85,7 +84,7 @@ class CoreModel:
 
     def link(self) -> None:
         """Ask the parts again what they put around a step and between two."""
-        self.parts.link()
+        self.steps.before, self.steps.decided = self.parts.between_steps()
         self.run = self.parts.around(self.steps.run)
 
     def serve(self, compiled: CompiledModel, policy: Policy | None = None) -> None:
@@ -192,7 +191,7 @@ class CoreModel:
 
     def between_steps(self) -> None:
         """Do what waits for the time between two steps."""
-        for before_step in self.parts.before_step:
+        for before_step in self.steps.before:
             before_step(None)
 
     def release(self) -> None:
@@ -220,6 +219,7 @@ class CoreModel:
     def forget_parts(self) -> None:
         """Nobody uses the model any more: end its parts, so that nothing keeps it in memory."""
         self.parts.forget()
+        self.steps.before = self.steps.decided = ()
         self.run = self.steps.run
         self.capturer = CaptureAll(self.captures)
 

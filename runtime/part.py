@@ -36,6 +36,8 @@ Run = Callable[..., Any]
 """Runs a step: decision, positional and named inputs, metadata, and the tokens that its batch
 states, if known."""
 
+Decided = tuple[Callable[..., bool], ...]
+
 CaptureSet = Callable[[Progress | None], None]
 """Captures the startup set; is told of each capture."""
 
@@ -50,7 +52,7 @@ class Part:
     """What it offers as attributes of the prepared model: their names there, and its own."""
 
     between_steps: bool = True
-    """Whether `before_step` and `decided` need to be called now. After a change `Parts.link`."""
+    """Whether `before_step` and `decided` are called now. After a change call `CoreModel.link`."""
 
     def before_step(self, batch: Batch | None) -> None:
         """Before `batch` is dispatched; None in idle time. Other code may serve from here on."""
@@ -140,8 +142,6 @@ class Parts:
     """
 
     def __init__(self) -> None:
-        self.before_step: tuple[Callable[[Batch | None], None], ...] = ()
-        self.decided: tuple[Callable[..., bool], ...] = ()
         self._parts: tuple[Part, ...] = ()
         self._kinds: Mapping[str, type[Part]] = {}
 
@@ -172,11 +172,11 @@ class Parts:
                 return getattr(getattr(self, kind.name), kind.offers[name])
         raise AttributeError(f"a prepared model has no {name!r}, and no part offers it")
 
-    def link(self) -> None:
-        """Collect what is called between steps now."""
+    def between_steps(self) -> tuple[tuple[Callable[[Batch | None], None], ...], Decided]:
+        """What is called before a batch is dispatched, and after it, now."""
         active = [part for part in self._parts if part.between_steps]
-        self.before_step = tuple(p.before_step for p in active if _overrides(p, "before_step"))
-        self.decided = tuple(p.decided for p in active if _overrides(p, "decided"))
+        before = tuple(part.before_step for part in active if _overrides(part, "before_step"))
+        return before, tuple(part.decided for part in active if _overrides(part, "decided"))
 
     def around(self, run: Run) -> Run:
         """`run` inside what the parts put around a step, the first part outermost."""
@@ -233,7 +233,6 @@ class Parts:
         """Close all parts and drop them."""
         self.close()
         self._parts = ()
-        self.link()
 
 
 class SwitchedOff:

@@ -47,15 +47,6 @@ class StepGraph(Protocol):
     def poison(self, overwrite: Callable[[Tensor], object]) -> None: ...
 
 
-class BetweenSteps(Protocol):
-    """What the parts of a model do around a step; see `part.Part`. Empty while there is nothing."""
-
-    @property
-    def before_step(self) -> tuple[Callable[[Batch | None], None], ...]: ...
-    @property
-    def decided(self) -> tuple[Callable[..., bool], ...]: ...
-
-
 class StepRunner:
     """Dispatches and runs the steps of one prepared model. `use` says what they run."""
 
@@ -65,9 +56,8 @@ class StepRunner:
     _bind: Bind
 
     def __init__(
-        self, context: ForwardContext, usage: Usage, max_num_reqs: int, backend: GraphBackend,
-        parts: BetweenSteps,
-    ) -> None:  # fmt: skip
+        self, context: ForwardContext, usage: Usage, max_num_reqs: int, backend: GraphBackend
+    ) -> None:
         self.context = context
         self.usage = usage
         self.running = False
@@ -75,7 +65,11 @@ class StepRunner:
         """What a step without a graph must satisfy."""
         self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
-        self._parts = parts
+        self.before: tuple[Callable[[Batch | None], None], ...] = ()
+        """Called before a batch is dispatched. Empty while nothing waits for the time between two
+        steps."""
+        self.decided: tuple[Callable[..., bool], ...] = ()
+        """Called after it; says whether it must be dispatched again."""
         self._max_num_reqs = max_num_reqs
         self._event = backend.event
         self._copied: DeviceEvent | None = None
@@ -108,12 +102,12 @@ class StepRunner:
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> Decision:
         """See `PreparedModel.dispatch`."""
-        for before_step in self._parts.before_step:
+        for before_step in self.before:
             before_step(batch)
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         if batch.num_reqs > self._max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
-        for decided in self._parts.decided:
+        for decided in self.decided:
             if decided(batch, decision, allowed_modes, excluded_modes):
                 decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         return decision

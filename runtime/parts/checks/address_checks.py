@@ -140,7 +140,7 @@ class Snapshot:
         names = [watched.name for watched, then in self._entries if watched.read() != then]
         return names + [value.name for value in self.values if value.changed()]
 
-    def check_step(self, *step: Any) -> None:
+    def check_step(self, context: object = None, tensors: object = None) -> None:
         """Compare all at the first step and after a change, otherwise the next few in turn.
 
         Raises MovedTensor, and HostValueChanged.

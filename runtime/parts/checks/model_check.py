@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
 
 from ....compile.conditions.conditions import BrokenCondition
 from ....errors import ModelChanged
@@ -62,7 +61,7 @@ class ModelCheck:
             more = f"; {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
             raise ModelChanged(changes="; ".join(changes[:SHOWN]) + more)
 
-    def check_step(self, *step: Any) -> None:
+    def check_step(self, context: object = None, tensors: object = None) -> None:
         """Check as many places as the time since the last step allows. Raises ModelChanged.
 
         What has changed is an error in each step until it is undone.

@@ -2,7 +2,7 @@
 
 Guarantee: a step whose weights, watched tensors, metadata, read values, host values or model differ
 from what its graph was captured with, or whose inputs share memory with what the model writes to,
-is an error that names the difference. Cost: see `prepared.checks()`; about 2 us of a FULL step
+is an error that names the difference. Cost: see `prepared.checks()`; about 3 us of a FULL step
 (`bench step --parts`). Switch: `PIECEGRAPH_OFF=checks`.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ class ChecksPart(Part):
             self._core.environment.records.add(UnwatchedTensors(recording.name, tensors))
 
 
-def _no_autocast(*step: Any) -> None:
+def _no_autocast(context: object, tensors: object) -> None:
     if is_autocast_enabled():
         raise AutocastActive(action="the step")
 
