@@ -21,7 +21,7 @@ parts of one model as `Parts`, and what a step calls as flat tuples of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 from ..dispatch import Batch, Decision, RuntimeMode
@@ -257,14 +257,13 @@ class SwitchedOff:
         return f"<part {self._name}: switched off>"
 
 
-def _entered(
-    contexts: Iterator[AbstractContextManager[Any] | None],
-) -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    for context in contexts:
-        if context is not None:
-            stack.enter_context(context)
-    return stack
+@contextmanager
+def _entered(contexts: Iterator[AbstractContextManager[Any] | None]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            if context is not None:
+                stack.enter_context(context)
+        yield
 
 
 def _overrides(part: Part, method: str) -> bool:

@@ -119,6 +119,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assemble, "PARTS", (*assemble.PARTS, Noting))
 
 
+@pytest.mark.needs_part("checks")
 @pytest.mark.usefixtures("noting")
 def test_a_part_is_told_what_it_asks_for() -> None:
     prepared = prepared_model()
@@ -159,6 +160,7 @@ def test_a_dropped_model_closes_its_parts() -> None:
     assert noted[-1] == "close"
 
 
+@pytest.mark.needs_part("checks")
 def test_the_listed_checks_are_those_that_run() -> None:
     prepared = prepared_model()
     prepared.capture()
@@ -193,6 +195,7 @@ def scenario(prepared: PreparedModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.needs_part("log")
 @pytest.mark.parametrize("seed", range(4))
 def test_an_order_that_does_not_matter_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, seed: int
@@ -225,6 +228,8 @@ class Counting(pg.StepObserver):
         self.steps += 1
 
 
+@pytest.mark.needs_part("log")
+@pytest.mark.needs_part("proof")
 @pytest.mark.parametrize(("proof_first", "steps"), [(True, 1), (False, 1)])
 def test_observers_are_not_told_of_the_runs_of_a_proof(
     monkeypatch: pytest.MonkeyPatch, proof_first: bool, steps: int
@@ -255,6 +260,7 @@ def test_names_texts_and_docstrings_of_parts() -> None:
             assert hasattr(part, inner) or name in ("step_log",)
 
 
+@pytest.mark.needs_part("log")
 @pytest.mark.parametrize("name", list(PARTS))
 def test_without_a_part_steps_are_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     expected = scenario(prepared_model())["results"]

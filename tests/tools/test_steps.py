@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import piecegraph as pg
-from piecegraph.errors import InvalidSetting, SizeOutOfRange
+from piecegraph.errors import InvalidSetting, ModelClosed, SizeOutOfRange
 from piecegraph.runtime.core.step_file import restore_state, write_steps
+from piecegraph.runtime.part import Part, Parts
 from piecegraph.tools.steps import StepRecorder, load_steps, replay_step
 
 
@@ -149,3 +151,66 @@ def test_a_file_restores_the_rows_that_its_step_found(tmp_path):
     restore_state(tmp_path / "step.pt", {"cache": cache, "table": table, "other": torch.zeros(1)})
     assert cache[:, 0].tolist() == [0, 1, 0, 1]
     assert table.tolist() == [2, 2, 2]
+
+
+class Caller(pg.StepObserver):
+    """Runs a step of its own before each step."""
+
+    def __init__(self, prepared):
+        self.prepared = prepared
+        self.told = []
+
+    def dispatched(self, batch, decision):
+        self.told.append("dispatched")
+
+    def began(self, decision, args, kwargs, metadata):
+        self.told.append("began")
+        if len(self.told) < 9:
+            run(self.prepared, decode(2))
+
+    def ended(self, decision, num_tokens, error):
+        self.told.append("ended")
+
+
+def test_a_step_inside_a_step_is_not_told(prepared):
+    caller = Caller(prepared)
+    prepared.parts.log.observe(caller)
+    run(prepared, decode(3))
+    prepared.parts.log.unobserve(caller)
+    assert caller.told == ["dispatched", "began", "ended"]
+
+
+def test_ranges_of_a_closed_model_are_refused(small_config):
+    config = small_config(splitting_ops=()).changed(inputs={"input": "float32[num_tokens, 4]"})
+    closed = pg.prepare(torch.nn.Linear(4, 4), config)
+    closed.close()
+    with pytest.raises(ModelClosed):
+        closed.parts.log.profiler_ranges()
+
+
+def test_what_was_entered_is_left_if_a_later_part_refuses():
+    left = []
+
+    class Enters(Part):
+        name = "enters"
+
+        @contextmanager
+        def around_recording(self):
+            try:
+                yield
+            finally:
+                left.append(self.name)
+
+    class Refuses(Part):
+        name = "refuses"
+
+        @contextmanager
+        def around_recording(self):
+            raise ModelClosed()
+            yield
+
+    parts = Parts()
+    parts.set([Enters(), Refuses()], ["enters", "refuses"])
+    with pytest.raises(ModelClosed) as refused, parts.around_recording():
+        pass
+    assert (left, refused.type) == (["enters"], ModelClosed)  # kept alive by its traceback

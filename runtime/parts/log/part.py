@@ -38,6 +38,8 @@ class LogPart(Part):
         """The log of the last steps, if steps are kept."""
         self._core = core
         self._observers: tuple[StepObserver, ...] = ()
+        self._observing = False
+        """Whether a step runs whose observers are told."""
         self._ranges = StepRanges()
 
     def observe(self, observer: StepObserver) -> None:
@@ -69,6 +71,7 @@ class LogPart(Part):
 
     def profiler_ranges(self, on: bool = True) -> None:
         """Put steps, graphs, pieces and splitting ops into ranges that profilers show."""
+        self._core.must_be_open()
         if on == (self._ranges in self._observers):
             return
         self.unobserve(self._ranges)
@@ -89,8 +92,11 @@ class LogPart(Part):
         def observed(
             decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
         ) -> Any:
+            if self._observing:  # an observer or an op calls the model
+                return run(decision, args, kwargs, metadata, stated)
             raised: BaseException | None = None
             try:
+                self._observing = True
                 for observer in observers:
                     observer.began(decision, args, kwargs, metadata)
                 return run(decision, args, kwargs, metadata, stated)
@@ -98,6 +104,7 @@ class LogPart(Part):
                 raised = error
                 raise
             finally:
+                self._observing = False
                 done = decision if raised is not None else context.decision
                 for observer in reversed(observers):
                     observer.ended(done, context.num_tokens, raised)
@@ -111,7 +118,7 @@ class LogPart(Part):
         allowed_modes: Collection[RuntimeMode] | None,
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> bool:
-        for observer in self._observers:
+        for observer in () if self._observing else self._observers:
             observer.dispatched(batch, decision)
         return False
 

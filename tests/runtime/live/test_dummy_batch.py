@@ -168,6 +168,7 @@ class Large(nn.Module):
         return x + 1
 
 
+@pytest.mark.needs_part("proof")  # which finds it at prepare
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("other_rows", [False, True])
 def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) -> None:
