@@ -123,6 +123,7 @@ def decode(n: int) -> Batch:
     return Batch(n, n, is_decode=True, query_len=1)
 
 
+@pytest.mark.needs_part("seal")
 def test_a_model_from_the_first_capture_to_the_close(scene: Rig) -> None:
     prepared, model, slots = served(scene)
     modes = [

@@ -210,7 +210,7 @@ def test_what_was_entered_is_left_if_a_later_part_refuses():
             yield
 
     parts = Parts()
-    parts.set([Enters(), Refuses()], ["enters", "refuses"])
+    parts.set([Enters(), Refuses()], [Enters, Refuses])
     with pytest.raises(ModelClosed) as refused, parts.around_recording():
         pass
     assert (left, refused.type) == (["enters"], ModelClosed)  # kept alive by its traceback
