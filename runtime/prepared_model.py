@@ -17,6 +17,7 @@ from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .capture.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
 from .core.report import build_report
+from .core.steps import CORE_CHECKS
 from .core_model import CoreModel
 
 
@@ -98,15 +99,15 @@ class PreparedModel:
     def checks(self, decision: Decision | None = None) -> list[dict[str, str]]:
         """What each step of a decision must satisfy, in order: name, owning part, and how often.
 
-        Without a decision it is that of steps without a graph. Steps of every kind are also bound:
-        the forms and sizes of their inputs are compared with the plan.
+        Without a decision it is that of steps without a graph. The core checks every step alike.
 
             for check in prepared.checks(decision):
                 print(check["name"], check["owner"])
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
-        rows = self._core.parts.checks_of(graph)
-        return [{"name": c.name, "owner": part.name, "often": c.often} for part, c in rows]
+        rows = [(part.name, check) for part, check in self._core.parts.checks_of(graph)]
+        rows = [*(("core", check) for check in CORE_CHECKS), *rows]
+        return [{"name": c.name, "owner": owner, "often": c.often} for owner, c in rows]
 
     def reads_done(self) -> DeviceEvent:
         """The point at which the steps so far have read all that they read.

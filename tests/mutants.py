@@ -132,7 +132,7 @@ MUTANTS = [
      "            pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
     (MODEL, "self.bind()\n        environment",
      "environment", LOOP),  # 19
-    (PART, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
+    (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
     (MODEL, "self.steps.close()", "pass", f"{RESULTS} -k close"),
     (MODEL, "        environment.backend.synchronize()\n        self.capturer.re",
      "        self.capturer.re", f"{WEIGHTS} -k idle_before"),

@@ -20,19 +20,37 @@ from ...dispatch import (
     RuntimeMode,
 )
 from ...errors import (
+    AutocastActive,
     BatchInvalid,
     BatchMismatch,
     DecisionOfAnother,
     ModelClosed,
     StepInProgress,
 )
-from ...torch_compat.basics.tensors import is_grad_enabled, set_grad_enabled, tree_map_only
+from ...torch_compat.basics.tensors import (
+    is_autocast_enabled,
+    is_grad_enabled,
+    set_grad_enabled,
+    tree_map_only,
+)
 from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
 from .binding import Bind, binder, packer
-from .check import CheckStep
+from .check import Check, CheckStep
 from .code import ModelCode
 from .usage import Usage
+
+
+def nothing(*step: Any) -> None:
+    """Do nothing."""
+
+
+CORE_CHECKS = (
+    Check("autocast is off", nothing),
+    Check("forms and sizes of inputs, and fixed arguments", nothing),
+    Check("tokens that the batch states", nothing),
+)
+"""What `StepRunner.run` checks of every step itself, in order."""
 
 
 class StepGraph(Protocol):
@@ -122,6 +140,8 @@ class StepRunner:
     ) -> Any:
         """Run one step, see `PreparedModel.run`; `stated` are the tokens that its batch states,
         where that is known."""
+        if is_autocast_enabled():
+            raise AutocastActive(action="the step")
         tensors, sizes = self._bind(stated, *args, **kwargs)
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
@@ -240,10 +260,6 @@ class StepRunner:
         if self._last_graph is not None and self._last_graph is not graph:
             self._last_graph.poison(overwrite)
         self._last_graph = graph
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,7 @@ from ....compile.conditions.conditions import checked
 from ....compile.conditions.places import reader
 from ....compile.ir.serialization import dtype_name
 from ....dispatch import RuntimeMode
-from ....errors import AutocastActive
-from ....torch_compat.basics.tensors import is_autocast_enabled, writes_counted
+from ....torch_compat.basics.tensors import writes_counted
 from ...capture.installed_graph import InstalledGraph
 from ...core.check import Check, CheckStep
 from ...core.code import ModelCode
@@ -95,7 +94,7 @@ class ChecksPart(Part):
         return changes
 
     def checks(self, graph: InstalledGraph | None) -> list[Check]:
-        checks = [Check("autocast is off", _no_autocast)]
+        checks = list[Check]()
         if self._memory is not None:
             checks.append(Check("inputs share no memory with what is written", self._memory))
         if self._model is not None:
@@ -241,11 +240,6 @@ class ChecksPart(Part):
                 for place, t in unwatched.items()
             ]
             self._core.environment.records.add(UnwatchedTensors(recording.name, tensors))
-
-
-def _no_autocast(context: object, tensors: object) -> None:
-    if is_autocast_enabled():
-        raise AutocastActive(action="the step")
 
 
 def _writes(model: torch.nn.Module) -> Mapping[str, int]:

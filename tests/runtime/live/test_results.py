@@ -138,7 +138,6 @@ def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
     assert served.prepared._core.steps.context.decision.mode is RuntimeMode.NONE
 
 
-@pytest.mark.needs_part("checks")
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
 def test_autocast_around_a_step_is_refused_in_every_mode(
     serve: Callable[..., Any], lengths: tuple[int, ...]
