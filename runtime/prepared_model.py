@@ -105,9 +105,9 @@ class PreparedModel:
                 print(check["name"], check["owner"])
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
-        rows = [(part.name, check) for part, check in self._core.parts.checks_of(graph)]
-        rows = [*(("core", check) for check in CORE_CHECKS), *rows]
-        return [{"name": c.name, "owner": owner, "often": c.often} for owner, c in rows]
+        checks = [("core", check) for check in CORE_CHECKS]
+        checks += [(part.name, check) for part, check in self._core.parts.checks_of(graph)]
+        return [{"name": c.name, "owner": owner, "often": c.often} for owner, c in checks]
 
     def reads_done(self) -> DeviceEvent:
         """The point at which the steps so far have read all that they read.

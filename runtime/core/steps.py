@@ -120,14 +120,16 @@ class StepRunner:
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> Decision:
         """See `PreparedModel.dispatch`."""
-        for before_step in self.before:
-            before_step(batch)
+        if self.before:
+            for before_step in self.before:
+                before_step(batch)
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         if batch.num_reqs > self._max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
-        for decided in self.decided:
-            if decided(batch, decision, allowed_modes, excluded_modes):
-                decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+        if self.decided:
+            for decided in self.decided:
+                if decided(batch, decision, allowed_modes, excluded_modes):
+                    decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         return decision
 
     def run(
