@@ -64,7 +64,7 @@ class Part:
         allowed_modes: Collection[RuntimeMode] | None,
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> bool:
-        """`batch` was dispatched. Returns whether graphs changed, so that it is dispatched anew."""
+        """`batch` was dispatched. Returns whether graphs changed: it is then dispatched again."""
         return False
 
     def checks(self, graph: InstalledGraph | None) -> Sequence[Check]:

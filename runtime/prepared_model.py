@@ -33,8 +33,7 @@ class PreparedModel:
         decision = prepared.dispatch(Batch(num_tokens=3, num_reqs=3, query_len=1))
         hidden = prepared.run(decision, input_ids, positions)
 
-    What operators and tools need is in the parts, such as `prepared.parts.log.last_steps()`. What a
-    part offers is an attribute here, too: `prepared.wait_until_verified()`. See `assemble`.
+    What a part offers, such as `wait_until_verified` or `last_steps`, is an attribute, too.
     """
 
     def __init__(self, core: CoreModel) -> None:
@@ -99,7 +98,7 @@ class PreparedModel:
     def checks(self, decision: Decision | None = None) -> list[dict[str, str]]:
         """What each step of a decision must satisfy, in order: name, owning part, and how often.
 
-        Without a decision it is that of steps without a graph. The core checks every step alike.
+        Without a decision it is that of steps without a graph.
 
             for check in prepared.checks(decision):
                 print(check["name"], check["owner"])
@@ -128,8 +127,7 @@ class PreparedModel:
         return self._core.steps.copied()
 
     def reads_in_place(self, decision: Decision) -> frozenset[str]:
-        """Names of the inputs that a step of this decision reads where the engine has them, or
-        writes to.
+        """Names of the inputs that a step of this decision reads in place, or writes to.
 
         Other inputs are copied first, in the order of the stream, and free after `copies_done()`.
         Metadata and layers are read in place by every step.

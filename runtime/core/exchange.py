@@ -1,7 +1,7 @@
 """What ranks agree by: each states facts on a topic and is given those of all.
 
 A single process has `single_rank`. Every exchange on one rank has its counterpart on all others, in
-the same order: whoever adds one says at which point of a start, capture or step all ranks meet.
+the same order.
 """
 
 from __future__ import annotations
