@@ -105,7 +105,7 @@ class PreparedModel:
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
         checks = [("core", check) for check in CORE_CHECKS]
-        checks += [(part.name, check) for part, check in self._core.parts.checks_of(graph)]
+        checks += [(part.name, check) for part, check in self.parts.checks_of(graph)]
         return [{"name": c.name, "owner": owner, "often": c.often} for owner, c in checks]
 
     def reads_done(self) -> DeviceEvent:
@@ -214,10 +214,8 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.core.report`."""
-        core = self._core
-        report = build_report(
-            self.records, self.compiled.plan, self.resolved, self.usage, core.environment.cache
-        )
+        plan, cache = self.compiled.plan, self._core.environment.cache
+        report = build_report(self.records, plan, self.resolved, self.usage, cache)
         for part in self.parts:
             report |= part.facts()
         return report
