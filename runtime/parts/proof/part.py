@@ -346,8 +346,9 @@ class ProofPart(Part):
         return results, before, step.before.now()
 
     def _compared(self, step: _Step, results: Any, before: SavedMemory, after: SavedMemory) -> Any:
-        """What two runs must have in common: results, what is in the memory that the uncompiled
-        model writes (the first run that is compared), and whether other memory was written."""
+        """What is compared of two runs: the results, the written state, and whether a run wrote
+        elsewhere. The first run that is compared is the uncompiled model's; it says what the
+        written state is."""
         changed = before.changed(after)
         step.written = step.written or changed
         elsewhere = _but(changed, step.written)

@@ -59,8 +59,8 @@ class GraphState:
 class CaptureQueue:
     """What a strategy captures next. `step` counts batches.
 
-    `idle_steps` are the decisions, by identity, for which a step need not ask the strategy: it only
-    counts itself there. It is emptied whenever a graph changes.
+    `idle_steps` are decisions with nothing to capture, by identity; steps only increment their
+    counter. It is emptied whenever a graph changes.
     """
 
     def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan) -> None:

@@ -42,8 +42,8 @@ class Match:
         self.shared: list[tuple[Any, Any]] = []
         """Source and value of each object that both modules hold and that the region has read."""
         self.inputs: dict[torch.fx.Node, tuple[Any, ...]] = {}
-        """What stands for each input of the region: the source and value of a tensor, or the class,
-        the arguments and their sources of an object that Dynamo's code makes."""
+        """For each input of the region: (source, value) of a tensor, or (class, arguments, sources)
+        of an object that Dynamo's code makes."""
         self._region, self._module, self._tx = region, module, tx
         self._names, self._reads = names, reads
         self._pairs: dict[int, tuple[Any, Any]] = {}

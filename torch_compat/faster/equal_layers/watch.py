@@ -1,6 +1,6 @@
 """What Dynamo does while it traces: functions of Dynamo that are replaced during a trace.
 
-Each gets the calls of the trace and the function that it replaces, then the arguments of that.
+The signature of each is (calls of the trace, original function, *arguments of the original).
 """
 
 from __future__ import annotations
