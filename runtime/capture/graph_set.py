@@ -84,16 +84,20 @@ class GraphSet:
             self._parts.failed(error)
             raise
         except Exception as error:
-            failure = capture_failure(error, name)
-            failure.__cause__ = error
-            self._parts.failed(failure)
-            raise failure from error
+            raise self._told(capture_failure(error, name), error) from error
         finally:
             session.finalize()
         if breaks and not compiled.traced and not _breaks(recording):
             recording.release()
             raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
         return recording
+
+    def _told(self, failure: CaptureFailed, cause: Exception) -> CaptureFailed:
+        """`failure`, of which the parts are told. No frame that it passes through holds it: a cycle
+        would keep a dropped model alive."""
+        failure.__cause__ = cause
+        self._parts.failed(failure)
+        return failure
 
     def install(self, graph_index: int, recording: Recording) -> None:
         """Let steps use a recording."""

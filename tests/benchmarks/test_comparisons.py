@@ -75,7 +75,7 @@ def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece(monkey
 
 def test_an_unknown_benchmark_lists_those_there_are(capsys):
     assert main(["nonsense"]) == 2
-    assert "Choose one of dispatch, step" in capsys.readouterr().err
+    assert "Choose one of dispatch, strategies" in capsys.readouterr().err
 
 
 def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_path):

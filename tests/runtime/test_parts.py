@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,13 +38,13 @@ class Model(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight.t().expand(4, 8))
 
 
-def prepared_model(**settings: Any) -> PreparedModel:
+def prepared_model(backend: Any = None, **settings: Any) -> PreparedModel:
     config = Config(
         inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
         cache=False, **settings,
     )  # fmt: skip
-    return pg.prepare(Model(), config)
+    return pg.prepare(Model(), config, backend=backend)
 
 
 class Noting(Part):
@@ -158,6 +161,31 @@ def test_a_dropped_model_closes_its_parts() -> None:
     noted = prepared.noted
     del prepared
     assert noted[-1] == "close"
+
+
+def test_a_dropped_model_whose_capture_failed_is_freed_at_once() -> None:
+    """No cycle through an error keeps it: its monitor would watch what others compile."""
+    backend = pg.ReplayBackend(pg.ReplayOptions(failing_captures=frozenset({1, 2, 3, 4})))
+    prepared = prepared_model(backend=backend)
+    prepared.parts.log.observe(Counting())
+    gone = weakref.ref(prepared)
+
+    def fails(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except pg.PiecegraphError:
+            return
+        pytest.fail("it did not fail")
+
+    gc.collect()
+    gc.disable()
+    try:
+        fails(prepared.capture)
+        fails(partial(prepared, torch.ones(3, 9), batch=BATCH))
+        del prepared
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.needs_part("checks")

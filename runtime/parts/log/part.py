@@ -108,6 +108,7 @@ class LogPart(Part):
                 done = decision if raised is not None else context.decision
                 for observer in reversed(observers):
                     observer.ended(done, context.num_tokens, raised)
+                raised = None  # this frame is in its traceback: a cycle would keep the model alive
 
         return observed
 
