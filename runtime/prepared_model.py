@@ -17,7 +17,7 @@ from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .capture.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
 from .core.report import build_report
-from .core.steps import CORE_CHECKS
+from .core.steps import CORE_CHECKS, GRAPH_CHECKS
 from .core_model import CoreModel
 
 
@@ -104,9 +104,10 @@ class PreparedModel:
                 print(check["name"], check["owner"])
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
-        checks = [("core", check) for check in CORE_CHECKS]
-        checks += [(part.name, check) for part, check in self.parts.checks_of(graph)]
-        return [{"name": c.name, "owner": owner, "often": c.often} for owner, c in checks]
+        rows = [(name, "core", "each step") for name in CORE_CHECKS]
+        rows += [(c.name, part.name, c.often) for part, c in self.parts.checks_of(graph)]
+        rows += [(name, "core", "each step") for name in GRAPH_CHECKS if graph is not None]
+        return [dict(zip(("name", "owner", "often"), row, strict=True)) for row in rows]
 
     def reads_done(self) -> DeviceEvent:
         """The point at which the steps so far have read all that they read.

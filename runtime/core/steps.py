@@ -36,21 +36,26 @@ from ...torch_compat.basics.tensors import (
 from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
 from .binding import Bind, binder, packer
-from .check import Check, CheckStep
+from .check import CheckStep
 from .code import ModelCode
 from .usage import Usage
 
 
-def nothing(*step: Any) -> None:
+def nothing() -> None:
     """Do nothing."""
 
 
 CORE_CHECKS = (
-    Check("autocast is off", nothing),
-    Check("forms and sizes of inputs, and fixed arguments", nothing),
-    Check("tokens that the batch states", nothing),
+    "autocast is off",
+    "forms and sizes of inputs, and fixed arguments",
+    "tokens that the batch states",
+    "the decision is one of this model",
+    "no other step runs",
 )
-"""What `StepRunner.run` checks of every step itself, in order."""
+"""What `StepRunner.run` checks of every step itself, in order, before the checks of parts."""
+
+GRAPH_CHECKS = ("sizes are those of the graph or less", "the engine's input buffers are in place")
+"""What loading the inputs of a graph checks, after the checks of parts."""
 
 
 class StepGraph(Protocol):

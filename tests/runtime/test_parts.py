@@ -8,6 +8,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,10 +18,20 @@ import torch
 
 import piecegraph as pg
 from piecegraph import Batch, Config, PreparedModel
+from piecegraph.errors import (
+    AutocastActive,
+    BatchExceeded,
+    BatchMismatch,
+    DecisionOfAnother,
+    InputMismatch,
+    MovedTensor,
+    StepInProgress,
+)
 from piecegraph.runtime import assemble
 from piecegraph.runtime.capture.installed_graph import InstalledGraph
 from piecegraph.runtime.core.check import Check
 from piecegraph.runtime.core.code import ModelCode
+from piecegraph.runtime.core.steps import CORE_CHECKS, GRAPH_CHECKS
 from piecegraph.runtime.core_model import CoreModel
 from piecegraph.runtime.part import Part
 from piecegraph.runtime.setup.switches import PARTS
@@ -38,13 +49,15 @@ class Model(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight.t().expand(4, 8))
 
 
-def prepared_model(backend: Any = None, **settings: Any) -> PreparedModel:
+def prepared_model(
+    backend: Any = None, input_buffers: Any = None, **settings: Any
+) -> PreparedModel:
     config = Config(
         inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
         cache=False, **settings,
     )  # fmt: skip
-    return pg.prepare(Model(), config, backend=backend)
+    return pg.prepare(Model(), config, backend=backend, input_buffers=input_buffers)
 
 
 class Noting(Part):
@@ -188,6 +201,51 @@ def test_a_dropped_model_whose_capture_failed_is_freed_at_once() -> None:
         gc.enable()
 
 
+def test_each_check_of_the_core_that_is_listed_refuses_a_step() -> None:
+    buffer = torch.ones(16, 8)
+    prepared = prepared_model(input_buffers={"x": buffer})
+    prepared.capture()
+    decision, wide = prepared.dispatch(BATCH), Batch(9, 9, is_decode=True, query_len=1)
+    stranger = replace(decision, descriptor=prepared.dispatch(wide).descriptor)
+
+    def under_autocast() -> None:
+        with torch.autocast("cpu"):
+            prepared.run(decision, buffer[:3])
+
+    def inside_a_step() -> None:
+        prepared._core.steps.running = True
+        try:
+            prepared.run(decision, buffer[:3])
+        finally:
+            prepared._core.steps.running = False
+
+    refused: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+        "autocast is off": (AutocastActive, under_autocast),
+        "forms and sizes of inputs, and fixed arguments": (
+            InputMismatch, lambda: prepared.run(decision, torch.ones(3, 9))
+        ),
+        "tokens that the batch states": (
+            BatchMismatch, lambda: prepared(buffer[:2], batch=BATCH)
+        ),
+        "the decision is one of this model": (
+            DecisionOfAnother, lambda: prepared.run(stranger, buffer[:3])
+        ),
+        "no other step runs": (StepInProgress, inside_a_step),
+        "sizes are those of the graph or less": (
+            BatchExceeded, lambda: prepared.run(decision, buffer[:5])
+        ),
+        "the engine's input buffers are in place": (
+            MovedTensor, lambda: prepared.run(decision, torch.ones(3, 8))
+        ),
+    }  # fmt: skip
+    listed = [row["name"] for row in prepared.checks(decision) if row["owner"] == "core"]
+    assert listed == [*refused]
+    prepared.run(decision, buffer[:3])
+    for error, call in refused.values():
+        with pytest.raises(error):
+            call()
+
+
 @pytest.mark.needs_part("checks")
 def test_the_listed_checks_are_those_that_run() -> None:
     prepared = prepared_model()
@@ -197,7 +255,9 @@ def test_the_listed_checks_are_those_that_run() -> None:
         core = prepared._core
         graph = None if decision is None else core.graphs.installed[decision.graph_index]
         run = core.steps.checks if graph is None else graph.checks
-        assert [row["owner"] for row in rows] == ["core"] * 3 + ["checks"] * len(run)
+        of_graph = [] if graph is None else ["core"] * len(GRAPH_CHECKS)
+        own = ["core"] * len(CORE_CHECKS)
+        assert [row["owner"] for row in rows] == [*own, *["checks"] * len(run), *of_graph]
         assert len(run) == len(core.parts.checks_of(graph))
         assert all(row["often"] for row in rows)
     names = [row["name"] for row in prepared.checks(prepared.dispatch(BATCH))]
