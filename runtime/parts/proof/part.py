@@ -2,7 +2,7 @@
 
 Guarantee: a proved step's results, and the state that it wrote, are the uncompiled model's within a
 tolerance; otherwise the engine is given these, and the largest set that shares the cause leaves
-service. Cost: one count per step, and `share` of the time (`bench step --parts`). Switch:
+service. Cost: one count per step, and `share` of the time. Switch:
 `PIECEGRAPH_OFF=proof`; off unless `Config(shadow=...)`.
 
 What a step may write is known: inputs that the model writes to, its own weights and buffers,

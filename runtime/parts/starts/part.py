@@ -4,7 +4,7 @@ Guarantee: code from a bundle is compared with a new trace of the model beside t
 stale, the next step runs the model uncompiled, until it is compiled again. With `bundle="serve"` an
 uncompiled model is compiled beside its steps, and switches to the compiled code between two of
 them. A bundle that fails in two starts is put aside. Several ranks replace code at the same step.
-Cost: while a thread works, one look at it per step (`bench step --parts`), else none. Switch:
+Cost: while a thread works, one look at it per step, else none. Switch:
 `PIECEGRAPH_OFF=starts`: a start loads or compiles, and nothing runs beside its steps.
 """
 
