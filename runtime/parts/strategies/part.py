@@ -1,9 +1,9 @@
 """Which graphs exist: what the strategy wants, and what memory and time admit.
 
 Guarantee: no plan, forecast or spike makes graphs exceed `steps.memory_limit`, and steps capture
-within the strategy's budget alone. Cost: none per step once all graphs are captured, else a look-up of the
-decision; not measured. Switch: `PIECEGRAPH_OFF=strategies`, with which every graph of the plan is
-captured at startup.
+within the strategy's budget alone. Cost: none per step once all graphs are captured, else a look-up
+of the decision; not measured. Switch: `PIECEGRAPH_OFF=strategies`, with which every graph of the
+plan is captured at startup.
 """
 
 from __future__ import annotations
