@@ -292,8 +292,11 @@ class ModelNotAdaptable(CompileError):
 
 
 class ArgumentClassUnknown(CompileError):
-    what = "argument {name!r} of class {kind} holds tensors, and its parts are not known"
-    todo = "Make it a dataclass and call torch.export.register_dataclass, or pass a dict or tuple."
+    what = "argument {name!r} is an object of class {kind}, whose parts are not known"
+    todo = (
+        "Make it a dataclass and call torch.export.register_dataclass, or pass a dict, a tuple, or "
+        "the parameter's default: each step's is compared with that of the trace."
+    )
 
 
 class ExampleInputsMissing(CompileError):

@@ -80,6 +80,7 @@ def _with_result(
             _input(i, leaf, examples, symbols, written[i]) for i, leaf in enumerate(tensors)
         ),
         constants=examples.constants(),
+        containers=examples.containers(),
         weights=(),
         symbols=tuple(symbols.values()),
         pieces=(PlanPiece(digest="", nodes=1, sizes=()),),

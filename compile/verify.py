@@ -22,7 +22,8 @@ _SIZE = re.compile(r"\bs\d+\b")
 """A symbol of torch: its number says nothing."""
 
 COMPARED = (
-    "inputs", "constants", "weights", "symbols", "steps", "results", "structure", "parameters",
+    "inputs", "constants", "containers", "weights", "symbols", "steps", "results", "structure",
+    "parameters",
 )  # fmt: skip
 """The parts of a plan that follow from the trace. Ranges, proofs and other checks come later."""
 

@@ -34,7 +34,7 @@ class ForwardContext:
 
 # Set directly by `StepRunner.run`, the hot path; use the functions below elsewhere.
 CURRENT: ContextVar[Any] = ContextVar("piecegraph_forward", default=None)
-"""A ForwardContext, one that stands for it during a capture, or None."""
+"""A ForwardContext, that of a capture inside one, or None."""
 
 
 def get_forward_context() -> ForwardContext:

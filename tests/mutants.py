@@ -28,6 +28,8 @@ GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
 CODE, STEPS = f"{CORE}/code.py", f"{CORE}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
+READS, OBSERVER, BINDING = f"{CHECKS}/step_reads.py", f"{CHECKS}/observer.py", f"{CORE}/binding.py"
+STEP_READS, CALL_FORM = f"{LIVE}/test_step_reads.py", f"{LIVE}/test_call_form.py"
 PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
@@ -85,9 +87,11 @@ MUTANTS = [
     (ADDRESSES, "then if is_used(storage) else None", "then", "tests/runtime/test_addresses.py"),
     ("torch_compat/basics/modules.py", "return address(t), t.shape, t.stride(), t.dtype",
      "return address(t), (), (), None", "tests/runtime/test_addresses.py"),
-    (ADDRESSES, "if read(metadata) == places:", "if True:", f"{WEIGHTS} -k at_once"),
-    (ADDRESSES, "if _without_rows(now := _place(tensor)) != _without_rows(then):",
-     "if (now := _place(tensor))[0] != then[0]:", f"{WEIGHTS} -k another_form"),
+    (ADDRESSES, "if read(*facts) == places:", "if True:", f"{WEIGHTS} -k at_once"),
+    (ADDRESSES, "_without_rows(_place(now)) == _without_rows(then)",
+     "_place(now)[0] == then[0]", f"{WEIGHTS} -k another_form"),
+    (PART, "relied.addresses.moved() + layers", "relied.addresses.moved()",
+     f"{WEIGHTS} -k takes_another_place"),
     (ADDRESSES, "return self._bytes() != self._then", "return False", f"{FAITHFUL} -k on_the_host"),
     (BATCH, "inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
     (SAVED, "    finally:\n        saved.restore()", "    finally:\n        pass",
@@ -102,7 +106,6 @@ MUTANTS = [
      "with torch.no_grad():  # in", "tests/torch_compat/test_tensors.py -k written_back"),
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*inputs.written_in_place, ", "[", f"{DUMMY} -k True"),
-    (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
     (CODE, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),
     (INPUTS, "if not _same_places(tensor, strides):", "if False:", f"{STRIDES} -k first_byte"),
@@ -172,8 +175,16 @@ MUTANTS = [
      f"{LIVE}/test_breakable.py -k never_reaches"),
     ("torch_compat/basics/tensors.py", "never_traced(handler, with_callees=True)", "pass",
      f"{LIVE}/test_regions.py -k handler"),
-    (f"{CHECKS}/step_reads.py", 'self._reads.value("layers", self._context.layers)',
-     "self._context.layers", f"{LIVE}/test_step_reads.py -k of_a_layer"),
+    (READS, "*map(type, v), ", "", f"{STEP_READS} -k kind_of_change"),
+    (READS, "*self._classes.values()", "", f"{STEP_READS} -k kind_of_change"),
+    (OBSERVER, "observer.missing(obj, name)", "pass", f"{STEP_READS} -k kind_of_change"),
+    (OBSERVER, 'self._observer.fact(self, "({key} in {})", key, found)', "pass",
+     f"{STEP_READS} -k kind_of_change"),
+    (OBSERVER, 'self._noting.bound(f"{path}.{name}", value)', "pass", f"{STEP_READS} -k bound"),
+    (OBSERVER, "observer.wrote(obj, name)", "pass", f"{STEP_READS} -k writes"),
+    (BINDING, "if {_differs(each, value)}:", "if False:", f"{CALL_FORM} -k names_the_path"),
+    (BINDING, "(*{value},) != {keys!r}", "{{*{value}}} != {{*{keys!r}}}", f"{CALL_FORM} -k path"),
+    (BINDING, "_pg_type({value}) is not _pg_type(k{index}) or ", "", f"{CALL_FORM} -k path"),
     ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
     (TAPE, "if self._poisons:", "if False:", POISON),

@@ -34,6 +34,7 @@ from ..conditions.custom_ops import kernel_parts
 from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
+from ..ir.plan import dotted
 from ..ir.registered_compilers import registered_compiler
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import pass_factors
@@ -196,11 +197,14 @@ def example_signature(
     device: torch.device,
     given: ExampleArguments | None,
 ) -> dict[str, Any] | None:
-    """The form of each tensor among the examples, dynamic sizes by symbol, and all other values."""
-    if given is None:
+    """The form of each tensor among the examples, dynamic sizes by symbol, all other values, and
+    what holds them."""
+    if given is None and not any("." in label for label in config.input_specs()):
         return None  # built from `Config.inputs`, which is a factor itself
     examples = example_inputs(model, config, device, given)
-    return Parts({leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()})
+    containers = {f"{dotted(each.path)}: {each.kind}": each.form for each in examples.containers()}
+    values = {leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()}
+    return Parts(values | containers)
 
 
 def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:

@@ -54,10 +54,31 @@ class UserInput(Frozen):
 
 
 class Constant(Frozen):
-    """A number or string argument that the trace fixed; other values are errors."""
+    """An argument that the trace fixed; other values are errors."""
 
     path: Path
     value: Any
+    is_default: bool = False
+    """Whether it is the parameter's default, an object that is compared by identity."""
+
+
+class Container(Frozen):
+    """A dict, list or other object among the arguments that holds inputs and constants."""
+
+    path: Path
+    kind: tuple[str, str]
+    """Module and qualified name of its class."""
+    keys: tuple[str | int, ...] | int | None
+    """The keys of a mapping in order, the length of a sequence, None where the class has fields."""
+
+    @property
+    def form(self) -> str:
+        """As a reader would say it, such as `a dict with 'hidden', 'extra'`."""
+        name = f"a {self.kind[1]}"
+        if self.keys is None:
+            return name
+        holds = f"{self.keys} items" if isinstance(self.keys, int) else repr(list(self.keys))[1:-1]
+        return f"{name} with {holds or 'nothing in it'}"
 
 
 class Weight(Frozen):
@@ -164,6 +185,9 @@ class Result(Frozen):
 class Plan(Frozen):
     inputs: tuple[UserInput, ...]
     constants: tuple[Constant, ...]
+    containers: tuple[Container, ...] = ()
+    """What holds inputs and constants, outer ones first, and tensors that the model does not read.
+    Every other `*args` and `**kwargs` of the forward was empty."""
     weights: tuple[Weight, ...]
     symbols: tuple[Symbol, ...]
     pieces: tuple[PlanPiece, ...]

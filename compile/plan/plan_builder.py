@@ -96,6 +96,7 @@ class PlanBuilder:
         return Plan(
             inputs=tuple(self._inputs),
             constants=self._trace.examples.constants(),
+            containers=self._trace.examples.containers({each.path for each in self._inputs}),
             weights=tuple(self._weights),
             symbols=tuple(self._symbols.values()),
             pieces=tuple(

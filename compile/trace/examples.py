@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
 import torch
@@ -19,15 +19,22 @@ from ...errors import (
     ExampleInputsMissing,
     ExampleMismatch,
     InvalidSetting,
+    NotPortable,
     UndeclaredDynamicShape,
     UnknownInput,
 )
-from ...torch_compat.basics.tensors import leaves_with_paths, tree_leaves, tree_map, tree_map_only
+from ...torch_compat.basics.tensors import (
+    containers_with_paths,
+    leaves_with_paths,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+)
 from ...torch_compat.tracing.dynamo import mark_dynamic
 from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
-from ..ir.plan import Constant, Path, dotted
-from ..ir.serialization import dtype_name, encode
+from ..ir.plan import Constant, Container, Path, dotted
+from ..ir.serialization import decode, dtype_name, encode
 
 # Sizes that no model treats specially: a guard such as T % 8 == 0 must fail and be reported.
 # Independent sizes differ where their limits allow it, so that no equality holds by accident.
@@ -46,6 +53,8 @@ class Leaf:
         return dotted(self.path)
 
 
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 Dims = list[str | None]
 """Of each dimension the name of its symbol, None for a fixed size."""
 
@@ -62,12 +71,35 @@ class Examples:
         return leaves(self.arguments)
 
     def constants(self) -> tuple[Constant, ...]:
-        """The arguments that are taken as fixed: numbers, strings and None."""
+        """The arguments that are taken as fixed: all that are no tensors."""
+        found = [leaf for leaf in self.leaves() if not isinstance(leaf.value, torch.Tensor)]
+        paths = {leaf.path for leaf in found}
+        for path, value in containers_with_paths(self.arguments):
+            if is_dataclass(value) and not isinstance(value, Mapping):
+                none = [(*path, f.name) for f in fields(value) if getattr(value, f.name) is None]
+                found += [Leaf(each, None) for each in none if each not in paths]  # no leaves
         return tuple(
             Constant(path=leaf.path, value=encode(leaf.value))
-            for leaf in self.leaves()
-            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
+            if _is_portable(leaf.value)
+            else Constant(path=leaf.path, value=None, is_default=True)
+            for leaf in found
         )
+
+    def containers(self, read: Collection[Path] | None = None) -> tuple[Container, ...]:
+        """What holds the leaves, outer ones first; an empty `*args` or `**kwargs` is left out.
+
+        And tensors that are not `read`, which a step must have, too.
+        """
+        variadic = [n for n, p in self.signature.parameters.items() if p.kind in VARIADIC]
+        held = [
+            (path, value)
+            for path, value in containers_with_paths(self.arguments)
+            if path and (value or len(path) > 1 or path[0] not in variadic)
+        ]
+        for leaf in self.leaves():
+            if read is not None and isinstance(leaf.value, torch.Tensor) and leaf.path not in read:
+                held.append((leaf.path, leaf.value))
+        return tuple(Container(path=p, kind=_class(v), keys=_keys(v)) for p, v in held)
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = inspect.BoundArguments(self.signature, dict(self.arguments))
@@ -123,7 +155,7 @@ def example_inputs(
     if given is None:
         given = (), _built(_evaluated(model, signature), config, device)
     bound = _bound(signature, given)
-    _check_classes(bound.arguments)
+    _check_classes(bound)
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
     return Examples(dict(bound.arguments), signature, symbols).with_tensors(_contiguous)
@@ -156,17 +188,46 @@ def _bound(signature: inspect.Signature, given: Any) -> inspect.BoundArguments:
     return bound
 
 
-def _check_classes(arguments: dict[str, Any]) -> None:
-    """Raise ArgumentClassUnknown for an object that holds tensors and cannot be taken apart."""
-    for leaf in leaves(arguments):
-        if isinstance(leaf.value, torch.Tensor):
+def _check_classes(bound: inspect.BoundArguments) -> None:
+    """Raise ArgumentClassUnknown for an object that a step's could not be compared with.
+
+    A parameter's default without tensors can be: by identity.
+    """
+    for path, value in containers_with_paths(bound.arguments):
+        if isinstance(value, Mapping) and not all(isinstance(key, (str, int)) for key in value):
+            kind = f"{'.'.join(_class(value))} with keys that are no texts or numbers"
+            raise ArgumentClassUnknown(name=dotted(path), kind=kind)
+    for leaf in leaves(bound.arguments):
+        if isinstance(leaf.value, torch.Tensor) or _is_portable(leaf.value):
             continue
         held = getattr(leaf.value, "__dict__", {}).values()
-        if any(isinstance(value, torch.Tensor) for value in tree_leaves(list(held))):
-            kind = type(leaf.value)
-            raise ArgumentClassUnknown(
-                name=leaf.label, kind=f"{kind.__module__}.{kind.__qualname__}"
-            )
+        parameter = bound.signature.parameters[str(leaf.path[0])]
+        is_default = len(leaf.path) == 1 and leaf.value is parameter.default
+        holds_tensors = any(isinstance(each, torch.Tensor) for each in tree_leaves(list(held)))
+        if holds_tensors or not is_default:
+            kind = ".".join(_class(leaf.value))
+            raise ArgumentClassUnknown(name=leaf.label, kind=kind)
+
+
+def _is_portable(value: Any) -> bool:
+    """Whether another process can rebuild a value that is no container."""
+    try:
+        return bool(decode(encode(value)) == value)
+    except (NotPortable, ImportError):
+        return False
+
+
+def _class(value: Any) -> tuple[str, str]:
+    """Module and qualified name of the class of `value`."""
+    return type(value).__module__, type(value).__qualname__
+
+
+def _keys(container: Any) -> tuple[str | int, ...] | int | None:
+    """See `Container.keys`."""
+    if isinstance(container, Mapping):
+        return tuple(container)
+    is_sequence = isinstance(container, Sequence) and not hasattr(container, "_fields")
+    return len(container) if is_sequence else None
 
 
 def _contiguous(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:

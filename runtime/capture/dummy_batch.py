@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -33,25 +34,11 @@ MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
 
 
-class _Layers(Mapping[str, Any]):
-    """Layers that note which name was asked for and is missing."""
-
-    def __init__(self, layers: Mapping[str, Any]) -> None:
-        self._layers = layers
-        self.missing: str | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._layers[name]
-        except KeyError:
-            self.missing = name
-            raise
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+def _is_missing(error: KeyError, layers: Mapping[str, Any]) -> bool:
+    """Whether the error is of a layer that does not exist: raised where `layers` is read."""
+    (*_, (frame, _)) = walk_tb(error.__traceback__)
+    reads = "layers" in frame.f_code.co_names or any(v is layers for v in frame.f_locals.values())
+    return reads and len(error.args) == 1 and error.args[0] not in layers
 
 
 @dataclass(frozen=True)
@@ -79,9 +66,7 @@ class DummyBatch:
         context.decision = None
         context.num_tokens = self.descriptor.num_tokens
         context.metadata = self._metadata(metadata_for) if metadata_for else None
-        layers = context.layers
-        context.layers = noting = _Layers(layers)
-        inputs = self.inputs
+        layers, inputs = context.layers, self.inputs
         try:
             with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
                 inputs.fill_padding()
@@ -89,13 +74,10 @@ class DummyBatch:
                 with preserve(written, inputs.views, self.check), forward_context(context):
                     yield inputs.views
         except KeyError as error:
-            if noting.missing is None or error.args != (noting.missing,):
+            if not _is_missing(error, layers):
                 raise
             known = ", ".join(map(str, layers)) or "none"
-            where = error_line(error)
-            raise LayerMissing(where=where, layer=noting.missing, known=known) from error
-        finally:
-            context.layers = layers
+            raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
 
     def _metadata(self, metadata_for: MetadataFor) -> Any:
         try:

@@ -91,12 +91,16 @@ def record(
 
 
 class Notes(Protocol):
-    """Notes what Python reads of a step while a graph is captured, as long as it is `open`."""
+    """Notes what Python reads of a step while a graph is captured."""
 
-    open: bool
+    def watch(self, context: ForwardContext) -> None:
+        """Note what is read of `context`, between `open` and `close`."""
 
-    def context(self, context: ForwardContext) -> Any:
-        """What stands for `context` in the captured region, and notes what is read of it."""
+    def open(self) -> None: ...
+    def close(self) -> None: ...
+
+    def finish(self) -> None:
+        """The capture has ended: hold nothing of what was read."""
 
     def facts(self) -> dict[str, str]:
         """By path: the value, and where it was read."""
@@ -109,10 +113,11 @@ class CaptureContext:
     """
 
     def __init__(self, context: ForwardContext, notes: Notes | None) -> None:
-        fixed = ForwardContext(
+        self._context = ForwardContext(
             context.layers, context.metadata, context.decision, context.num_tokens
         )
-        self._context = fixed if notes is None else notes.context(fixed)
+        if notes is not None:
+            notes.watch(self._context)
 
     def call(self, fn: Fn, *args: Any) -> Any:
         """`fn(*args)` in this context."""
@@ -161,13 +166,15 @@ class Recorder:
 
     def begin(self) -> None:
         """Open a graph."""
-        self._note(True)
         self._open = self._session.begin(self.ownership)
+        if self._notes is not None:
+            self._notes.open()
 
     def end(self) -> None:
         """Close the open graph. One without operations is no segment."""
         assert self._open is not None
-        self._note(False)
+        if self._notes is not None:
+            self._notes.close()
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
@@ -177,6 +184,8 @@ class Recorder:
     def finish(self) -> None:
         """Close the last graph; every splitting op of the warm-up run must have been met."""
         self.end()
+        if self._notes is not None:
+            self._notes.finish()
         if self._forms:
             raise RuntimeError(f"{self._forms[0][0]}, called by the warm-up run, is not called")
 
@@ -231,14 +240,10 @@ class Recorder:
         """`fn` in the forward context of this capture, also in later replays."""
         return fn if self._context is None else partial(self._context.call, fn)
 
-    def _note(self, on: bool) -> None:
-        """Note what Python reads from now on, or no longer."""
-        if self._notes is not None:
-            self._notes.open = on
-
     def abort(self) -> None:
         """Drop the open graph and all others."""
-        self._note(False)
+        if self._notes is not None:
+            self._notes.finish()
         if self._open is not None:
             self._open.abort()
         for graph in self.graphs:

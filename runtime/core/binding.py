@@ -8,15 +8,16 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from inspect import Parameter
 from typing import Any
 
 import torch
 
 from ...compile.ir.config import TOKENS
-from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput, dotted
+from ...compile.ir.plan import Check, Container, Path, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 from ...torch_compat.basics.tensors import form_test, has_plain_memory
@@ -29,11 +30,11 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """A function of the number of tokens that the batch states, or None, and the parameters of the
     model's forward.
 
-    It returns the plan's input tensors and the real size of each symbol, after checking dtype,
-    device and shape. Inputs of a form that was checked before are recognized by one test. It raises
-    InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its facts), and ArgumentFixed if a
-    number or string differs from the traced one. Zero tokens are in range: an idle rank of several
-    has none.
+    It returns the plan's input tensors and the real size of each symbol, after checking what holds
+    them, dtype, device and shape. Inputs of a form that was checked before are recognized by one
+    test. It raises InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its facts), and
+    ArgumentFixed if anything else than a tensor is not what it was in the trace. Zero tokens are in
+    range: an idle rank of several has none.
     """
     forms: Forms = {}
     names: dict[str, Any] = {
@@ -41,20 +42,34 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         "math": math,
         "at": at,
         "mismatch": _mismatch,
+        "_pg_other": _other_container,
+        "_pg_type": type,
         "fixed": _fixed,
         "beyond": _beyond,
         "broken": _broken,
         "_pg_forms": forms,
         "_pg_remember": partial(_remember, forms),
     }
-    body = [f"{item.name} = {_access(item.path)}" for item in plan.inputs]
+    parameters, defaults = _parameters(signature)
+    keyed = {each.path for each in plan.containers if each.keys is not None}
+    containers = [*plan.containers, *_empty(plan, signature)]
+    body = []
+    for index, each in enumerate(containers):
+        names[f"X{index}"] = each
+        value = _access(each.path, keyed)
+        body.append(f"if {_differs(each, value)}: _pg_other(X{index}, {value})")
+    body += [f"{item.name} = {_access(item.path, keyed)}" for item in plan.inputs]
     sources = {symbol.source for symbol in plan.symbols}
     for index, constant in enumerate(plan.constants):
-        names[f"k{index}"] = decode(constant.value)
-        names[f"K{index}"] = constant
-        value = _access(constant.path)
-        differs = "is not" if names[f"k{index}"] is None else "!="
-        body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
+        names[f"K{index}"], value = dotted(constant.path), _access(constant.path, keyed)
+        if constant.is_default:
+            names[f"k{index}"] = defaults[f"default_{constant.path[0]}"]
+        else:
+            names[f"k{index}"] = decode(constant.value)
+        differs = f"_pg_type({value}) is not _pg_type(k{index}) or {value} != k{index}"
+        if constant.is_default or names[f"k{index}"] is None:
+            differs = f"{value} is not k{index}"
+        body.append(f"if {differs}: fixed(K{index}, k{index}, {value})")
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
     nested = " or ".join(f"{item.name}.is_nested" for item in plan.inputs)
     tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
@@ -97,7 +112,6 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     if tokens != "1":
         body.append(f"_pg_remember({tokens}, ({tensors}), ({sizes}))")
     body.append(f"return ({tensors}), ({sizes})")
-    parameters, defaults = _parameters(signature)
     text = "\n".join([f"def forward(_pg_stated, {parameters}):", *(f"    {line}" for line in body)])
     bind: Bind = _made(text, "forward", {**names, **defaults})
     return bind
@@ -159,11 +173,47 @@ def lay_out(item: UserInput, tensor: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
-def _access(path: tuple[str | int, ...]) -> str:
+def _access(path: Path, keyed: Collection[Path]) -> str:
+    """The value at `path` as source; containers at `keyed` have keys or positions."""
     text = str(path[0])
-    for step in path[1:]:
-        text = f"at({text}, {step!r})" if isinstance(step, str) else f"{text}[{step}]"
+    for depth, step in enumerate(path[1:], 1):
+        text = f"{text}[{step!r}]" if path[:depth] in keyed else f"at({text}, {step!r})"
     return text
+
+
+def _empty(plan: Plan, signature: inspect.Signature) -> list[Container]:
+    """The `*args` and `**kwargs` that were empty in the trace."""
+    known = {each.path for each in plan.containers}
+    kinds = {Parameter.VAR_POSITIONAL: "tuple", Parameter.VAR_KEYWORD: "dict"}
+    return [
+        Container(path=(name,), kind=("builtins", kinds[parameter.kind]), keys=())
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in kinds and (name,) not in known
+    ]
+
+
+def _differs(container: Container, value: str) -> str:
+    """Whether `value` is another container, as source."""
+    (module, name), keys = container.kind, container.keys
+    if module == "builtins":
+        test = f"_pg_type({value}) is not {name}"
+    else:
+        kind = f"_pg_type({value})"
+        test = f"{kind}.__qualname__ != {name!r} or {kind}.__module__ != {module!r}"
+    if isinstance(keys, int):
+        return f"{test} or len({value}) != {keys}"
+    return test if keys is None else f"{test} or (*{value},) != {keys!r}"
+
+
+def _other_container(expected: Container, value: Any) -> None:
+    """Name the first thing that differs."""
+    if isinstance(value, Mapping):
+        keys: Any = tuple(value)
+    else:
+        keys = len(value) if isinstance(value, Sequence) else None
+    kind = type(value).__module__, type(value).__qualname__
+    got = Container.model_construct(path=expected.path, kind=kind, keys=keys).form
+    raise InputMismatch(name=dotted(expected.path), got=got, expected=expected.form)
 
 
 def at(value: Any, step: str | int) -> Any:
@@ -237,9 +287,9 @@ def _form(item: UserInput, plan: Plan) -> str:
     return f"torch.{item.dtype} ({shape}) on {item.device}"
 
 
-def _fixed(constant: Constant, value: Any) -> None:
+def _fixed(name: str, traced: Any, value: Any) -> None:
     text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ArgumentFixed(name=dotted(constant.path), value=text, traced=decode(constant.value))
+    raise ArgumentFixed(name=name, value=text, traced=traced)
 
 
 def _beyond(symbol: Symbol, size: int) -> None:

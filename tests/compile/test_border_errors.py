@@ -175,7 +175,9 @@ class Item:
 
 def test_unsupported_argument_names_argument_and_class(compiled):
     model = Body(lambda m, x: m.linear(x.hidden))
-    with pytest.raises(CompileError, match=r"argument 'x' of class .*Opaque") as caught:
+    with pytest.raises(
+        CompileError, match=r"argument 'x' is an object of class .*Opaque"
+    ) as caught:
         compiled(model, inputs={}, examples=((Opaque(torch.zeros(5, 8)),), {}))
     assert "Pass it as an argument" not in str(caught.value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -103,6 +103,18 @@ def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:
     """The leaves of nested containers, each with its keys, positions and attribute names."""
     flat, _ = tree_flatten_with_path(value)
     return [(tuple(map(_step, path)), leaf) for path, leaf in flat]
+
+
+def containers_with_paths(
+    value: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What `leaves_with_paths` takes apart, outer ones first, each with its path."""
+    children, _ = tree_flatten_with_path(value, is_leaf=lambda each: each is not value)
+    if children == [((), value)]:
+        return
+    yield path, value
+    for entries, child in children:
+        yield from containers_with_paths(child, (*path, *map(_step, entries)))
 
 
 def _step(entry: Any) -> str | int:

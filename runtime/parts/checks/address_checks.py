@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -19,12 +19,13 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ....compile.ir.serialization import dtype_name
-from ....errors import HostValueChanged, MovedTensor
+from ....errors import HostValueChanged, MovedTensor, StaleContext
 from ....torch_compat.basics.modules import Place, place_reader
 from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from ...forward_context import ForwardContext
 from ...tensors_by_path import tensors_by_path
 from .shared_memory import named_weights
+from .step_reads import facts_of, reader
 
 Read = Callable[[], Place | None]
 """Reads the place of the tensor that a name refers to now; None if it was freed."""
@@ -214,7 +215,7 @@ def _attributes(tensor: Tensor | None) -> Iterable[str]:
 
 
 class MetadataAddresses:
-    """Addresses and forms of those tensors of the capture's metadata that a graph reads, by path.
+    """Addresses and forms of those tensors of metadata and layers that a graph reads, by path.
 
     A graph reads them where and as they were at capture, so a step must be given the same memory in
     the same form. Only the number of rows may differ: a graph reads as many as at its capture.
@@ -223,23 +224,35 @@ class MetadataAddresses:
     layers that share a tensor count as one.
     """
 
-    __slots__ = ("_every", "_expected", "_in_turn", "_steps")
+    __slots__ = ("_all", "_every", "_expected", "_in_turn", "_names", "_steps")
 
-    def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        read_by_graph: Iterable[Tensor],
+        names: Mapping[str, Any],
+    ) -> None:
+        """`tensors` by path, an expression in which `names` may occur; see `step_reads.reader`."""
         storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
         read = {
             path: tensor
-            for path, tensor in tensors_by_path("metadata", metadata)
+            for path, tensor in tensors.items()
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
-        self._expected = {path: _place(t) for path, t in read.items()}
+        self._names = names
+        self._expected = {path: _place(tensor) for path, tensor in read.items()}
         self._every = max(METADATA_CHECK_EVERY, 4 * len(read))
-        paths = list({id(t): path for path, t in read.items() if _is_plain(path)}.values())
+        paths = list({id(tensor): path for path, tensor in read.items()}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
-        self._in_turn = cycle(
-            [(_reader(p), [_without_rows(self._expected[q]) for q in p]) for p in parts or [[]]]
-        )
+        self._in_turn = cycle(map(self._comparison, parts or [[]]))
+        self._all = self._comparison(list(read))
         self._steps = 0
+
+    def _comparison(self, paths: Sequence[str]) -> tuple[Callable[..., Any], tuple[Place, ...]]:
+        """What reads the places of the tensors at `paths`, without their rows, and those places."""
+        place = "((t := {}).data_ptr(), t.shape[1:], t.stride(), t.dtype)"
+        expected = tuple(_without_rows(self._expected[path]) for path in paths)
+        return reader(map(place.format, paths), self._names), expected
 
     def __bool__(self) -> bool:
         return bool(self._expected)
@@ -248,29 +261,50 @@ class MetadataAddresses:
         """The addresses that steps compare."""
         return {place[0] for place in self._expected.values()}
 
-    def check_step(self, context: ForwardContext, tensors: tuple[Any, ...]) -> None:
-        """Compare one step's metadata. Raises MovedTensor for a tensor in another place."""
-        metadata = context.metadata
+    def check_step(self, context: ForwardContext, tensors: object = None) -> None:
+        """Compare one step's. Raises MovedTensor for a tensor in another place, and StaleContext
+        where there is none."""
         self._steps += 1
-        if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every:
-            read, places = next(self._in_turn)
+        in_turn = self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every
+        read, places = next(self._in_turn) if in_turn else self._all
+        facts = facts_of(context)
+        try:
+            if read(*facts) == places:
+                return
+        except (AttributeError, LookupError, TypeError):  # metadata of another form
+            pass
+        for path, then, now in self._moved(facts):
+            if not isinstance(now, Tensor):
+                raise StaleContext(reader="a kernel", fact=path, recorded="a tensor", now=now)
+            _raise_moved(path, then, _place(now))
+
+    def moved(self, context: ForwardContext) -> list[str]:
+        """Paths of the layers' tensors that are in another place."""
+        return [path for path, _, _ in self._moved(facts_of(context)) if path.startswith("layers")]
+
+    def _moved(self, facts: tuple[Any, ...]) -> Iterator[tuple[str, Place, Any]]:
+        """What is in another place: its path, its place at the capture, and what is there now."""
+        for path, then in self._expected.items():
             try:
-                if read(metadata) == places:
-                    return
-            except (AttributeError, LookupError, TypeError):  # metadata of another form
-                pass
-        for path, tensor in tensors_by_path("metadata", metadata):
-            then = self._expected.get(path)
-            if then is None or not tensor.numel():
-                continue
-            if _without_rows(now := _place(tensor)) != _without_rows(then):
-                _raise_moved(path, then, now)
+                (now,) = reader([path], self._names)(*facts)
+            except (AttributeError, LookupError, TypeError) as error:
+                now = error
+            empty = isinstance(now, Tensor) and not now.numel()
+            same = isinstance(now, Tensor) and _without_rows(_place(now)) == _without_rows(then)
+            if not empty and not same:
+                yield path, then, now
 
 
 STEPS_WITH_METADATA_CHECK = 3
 METADATA_CHECK_EVERY = 64
 METADATA_PER_STEP = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
+
+
+def metadata_tensors(metadata: Any) -> dict[str, Tensor]:
+    """The tensors in metadata whose path is an expression: of attributes, and of keys that are
+    text or numbers."""
+    return {path: t for path, t in tensors_by_path("metadata", metadata) if _is_plain(path)}
 
 
 def _place(tensor: Tensor) -> Place:
@@ -282,17 +316,7 @@ def _without_rows(place: Place) -> Place:
 
 
 def _is_plain(path: str) -> bool:
-    """Whether `path` is an expression of attributes and of keys that are text or numbers."""
     try:
         return all(isinstance(node, _PLAIN) for node in ast.walk(ast.parse(path, mode="eval")))
     except SyntaxError:
         return False
-
-
-def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
-    """A function from metadata to the places of the tensors at `paths`, without their rows:
-    one frame a step."""
-    place = "((t := {}).data_ptr(), t.shape[1:], t.stride(), t.dtype)"
-    places = ", ".join(place.format(path) for path in paths)
-    read: Callable[[Any], list[Place]] = eval(f"lambda metadata: [{places}]")
-    return read

@@ -38,6 +38,7 @@ from .address_checks import (
     HostValue,
     MetadataAddresses,
     Snapshot,
+    metadata_tensors,
 )
 from .model_check import MOST_S, ModelCheck
 from .module_state import ModuleState
@@ -102,12 +103,11 @@ class ChecksPart(Part):
         if graph is None:
             return [*checks, Check("addresses of weights", self._of_code.check_step, IN_TURN)]
         relied = self._graphs[graph.index]
-        if relied.metadata is not None:
-            checks.append(
-                Check("addresses of metadata", relied.metadata.check_step, METADATA_IN_TURN)
-            )
         if relied.reads is not None:
-            checks.append(Check("values that Python read", relied.reads.check))
+            checks.append(Check("what Python read, by class and value", relied.reads.check))
+        if relied.metadata is not None:
+            name = "addresses of metadata and layers"
+            checks.append(Check(name, relied.metadata.check_step, METADATA_IN_TURN))
         name = "addresses of weights and watched tensors"
         if relied.addresses.values:
             name += ", values on the host"
@@ -127,7 +127,11 @@ class ChecksPart(Part):
         self.addresses.watch(name, self._core.watched()[name])
 
     def moved(self, graph: InstalledGraph | None) -> list[str]:
-        return (self._of_code if graph is None else self._graphs[graph.index].addresses).moved()
+        if graph is None:
+            return self._of_code.moved()
+        relied = self._graphs[graph.index]
+        layers = relied.metadata.moved(self._core.steps.context) if relied.metadata else []
+        return relied.addresses.moved() + layers
 
     def refreshing(self) -> None:
         if self._model is not None:
@@ -159,13 +163,18 @@ class ChecksPart(Part):
 
     def captured(self, graph: InstalledGraph) -> None:
         recording, addresses, metadata = graph.recording, self.addresses.snapshot(), None
+        reads: StepReads | None = recording.notes
+        noted, names = (reads.tensors, reads.names) if reads else ({}, {})
         addresses.values = self._host_values(graph)
         if graph.entry.mode is RuntimeMode.FULL:
-            read = MetadataAddresses(recording.metadata, recording.ownership.found())
+            by_path = metadata_tensors(recording.metadata) | noted
+            read = MetadataAddresses(by_path, recording.ownership.found(), names)
             metadata = read or None
             addressed = addresses.addresses() | {view.data_ptr() for view in graph.inputs.views}
             self._report_unwatched(graph, addressed | read.addresses())
-        self._graphs[graph.index] = _Relied(addresses, metadata, recording.notes or None)
+        if reads is not None:
+            reads.tensors = {}
+        self._graphs[graph.index] = _Relied(addresses, metadata, reads or None)
         if not self._core.code.compiled.traced:
             self._core.checks_changed()
 

@@ -1,207 +1,197 @@
-"""What Python reads of a step while a graph is captured: the graph has those values for good.
+"""What Python reads of a step while a graph is captured: the graph has that for good.
 
-During a capture the forward context is one that notes what is read of the metadata, the decision
-and the layers: numbers, texts and the like, by their path. Each step of the graph compares them
-with its own. Tensors are not noted: a graph reads them by address (`address_checks`). Attributes of
-modules are the model's, as globals of its code are: a graph has those of its capture.
+During a capture the forward context is observed: what is read of the metadata, the decision and the
+layers is noted by its path, with its class; also what is found to be missing. Each step of the
+graph compares its own with it. Of tensors the class is compared here and the memory in
+`address_checks`. Attributes of modules are the model's, as globals of its code are: a graph has
+those of its capture.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
+from torch import Tensor
 
 from ....errors import StaleContext
 from ...forward_context import ForwardContext
+from .observer import Observer
+from .observer import __file__ as _OBSERVER
 
-_LEAVES = (
-    bool, int, float, complex, str, bytes, type(None), type, Enum, torch.dtype, torch.device,
-)  # fmt: skip
-_OPAQUE = (torch.Tensor, torch.nn.Module, FunctionType)
-_OURS = (__file__, Mapping.get.__code__.co_filename)
-"""Files whose functions stand between who reads and `_note`."""
+_OURS = (__file__, _OBSERVER, Mapping.get.__code__.co_filename)
+"""Files whose functions stand between who reads and what notes it."""
+
+FACTS = "num_tokens, decision, metadata, layers"
 
 
-_FACTS = "num_tokens, decision, metadata, layers"
+def reader(expressions: Iterable[str], names: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
+    """A function of the facts of a step to the values of expressions: one frame a step."""
+    items = "".join(f"{each}, " for each in expressions)
+    read: Callable[..., tuple[Any, ...]] = eval(f"lambda {FACTS}: ({items})", dict(names))
+    return read
+
+
+def facts_of(context: ForwardContext) -> tuple[Any, ...]:
+    """The facts of a step, which paths begin with."""
+    return context.num_tokens, context.decision, context.metadata, context.layers
 
 
 class StepReads:
-    """The values that one capture read, by path, such as `metadata.scale`.
+    """What one capture read, by path, such as `metadata.scale`. See `observer.Noting`.
 
-    A field is not noted if the class of the object that has it names it in `graph_constants`: the
-    engine states that its value at the capture serves every step.
+    A class of metadata may name fields in `graph_constants`: their value at the capture serves
+    every step. And in `graph_bounds`: a step may have less than the capture, not more.
     """
 
     def __init__(self) -> None:
-        self.open = False
-        """Whether a graph is being captured now."""
+        self.tensors: dict[str, Tensor] = {}
+        """The tensors that were read, until the graph is in use."""
+        self.names: dict[str, Any] = {}
+        """What paths refer to beside the facts of a step: keys of dicts."""
         self._values: dict[str, Any] = {}
+        self._classes: dict[str, type] = {}
+        self._bounds: dict[str, tuple[str, Any]] = {}
+        """Of a comparison in `_values` the path that is compared, and its bound."""
+        self._objects: dict[str, Any] = {}
+        """Of an identity in `_values` the object: while it lives no other has its identity."""
         self._places: dict[str, tuple[str, str]] = {}
         """By path: file:line and name of the function that reads it."""
-        self._read: Callable[..., tuple[Any, ...]] | None = None
+        self._observer: Observer | None = None
+        self._differs: Callable[..., bool] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self._values or self._classes)
 
     def facts(self) -> dict[str, str]:
-        """By path: the value, and where it was read."""
-        return {
-            path: f"{value!r} at {self._places[path][0]}" for path, value in self._values.items()
-        }
+        """By path: the value or the class, and where it was read."""
+        read = self._values | {path: kind.__qualname__ for path, kind in self._classes.items()}
+        return {path: f"{value!r} at {self._places[path][0]}" for path, value in read.items()}
 
-    def context(self, context: ForwardContext) -> NotingContext:
-        """What stands for `context` in the captured region."""
-        return NotingContext(context, self)
+    def watch(self, context: ForwardContext) -> None:
+        """Observe what is read of `context`, between `open` and `close`."""
+        self._observer = Observer(context, self)
 
-    def value(self, path: str, value: Any) -> Any:
-        """Note `value`, or give one that notes what is read of it."""
-        if not self.open or isinstance(value, _OPAQUE):
-            return value
-        if _is_leaf(value):
-            self._note(path, value)
-        elif hasattr(value, "tobytes"):  # an array of numpy, which may not be installed
-            self._note(f"{path}.tobytes()", value.tobytes())
-        elif isinstance(value, list | tuple):
-            self._note(f"len({path})", len(value))
-            items = [self.value(f"{path}[{i}]", item) for i, item in enumerate(value)]
-            return value._make(items) if hasattr(value, "_make") else type(value)(items)
-        elif isinstance(value, Mapping):
-            return _NotingMapping(value, path, self)
-        elif hasattr(value, "__dict__") or is_dataclass(value):
-            return _Noting(value, path, self)
-        return value
+    def open(self) -> None:
+        if self._observer is not None:
+            self._observer.open()
 
-    def check(self, context: ForwardContext, tensors: tuple[Any, ...]) -> None:
-        """Compare a step's. Raises StaleContext for a value that the graph has another of."""
-        if self._read is None:
-            paths = "".join(f"{path}, " for path in self._values)
-            self._read = eval(f"lambda {_FACTS}: ({paths})")
-        facts = context.num_tokens, context.decision, context.metadata, context.layers
+    def close(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+
+    def finish(self) -> None:
+        """The capture has ended: hold nothing of what was read but what is compared."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer.forget()
+            self._observer = None
+
+    def value(self, path: str, value: Any) -> None:
+        if self._is_new(path):
+            self._values[path] = value
+
+    def form(self, path: str, value: Any) -> None:
+        if self._is_new(path):
+            self._classes[path] = type(value)
+            if isinstance(value, Tensor):
+                self.tensors[path] = value
+
+    def identity(self, path: str, value: Any) -> None:
+        self._objects[f"id({path})"] = value
+        self.value(f"id({path})", id(value))
+
+    def bound(self, path: str, value: Any) -> None:
+        test = f"({path} <= {value!r})"
+        self._bounds[test] = path, value
+        self.value(test, True)
+
+    def key(self, key: Any) -> str:
+        if isinstance(key, str | int | None) and not isinstance(key, Enum):
+            return repr(key)
+        known = next((name for name, each in self.names.items() if each is key), None)
+        name = known or f"key{len(self.names)}"
+        self.names[name] = key
+        return name
+
+    def check(self, context: ForwardContext, tensors: object = None) -> None:
+        """Compare a step's. Raises StaleContext for what the graph has another of."""
+        if self._differs is None:
+            self._differs = self._comparison()
+        facts = facts_of(context)
         try:
-            if self._read(*facts) == tuple(self._values.values()):
+            if not self._differs(*facts):
                 return
         except (AttributeError, LookupError, TypeError):  # metadata of another form
             pass
         for path, value in self._values.items():
-            try:
-                now = eval(f"lambda {_FACTS}: {path}")(*facts)
-            except (AttributeError, LookupError, TypeError) as error:
-                now = error
-            if now != value:
-                where, reader = self._places[path]
-                fact, value, now = _first_difference(path, value, now)
-                raise StaleContext(where=where, reader=reader, fact=fact, recorded=value, now=now)
+            now = self._read(path, facts)
+            if now != value or type(now) is not type(value):
+                self._raise(path, value, now, facts)
+        for path, kind in self._classes.items():
+            now = self._read(path, facts)
+            if type(now) is not kind:
+                self._raise(path, _Class(kind), now, facts)
 
-    def _note(self, path: str, value: Any) -> None:
-        if path not in self._values:
-            self._values[path] = value
-            frame = sys._getframe(1)
-            while frame.f_back is not None and frame.f_code.co_filename in _OURS:
-                frame = frame.f_back
-            code = frame.f_code
-            self._places[path] = f"{code.co_filename}:{frame.f_lineno}", code.co_name
-
-
-class NotingContext:
-    """Stands for the forward context of a capture, and notes what is read of it."""
-
-    def __init__(self, context: ForwardContext, reads: StepReads) -> None:
-        self._reads = reads
-        self._context = context
-
-    @property
-    def layers(self) -> Any:
-        return self._reads.value("layers", self._context.layers)
-
-    @property
-    def metadata(self) -> Any:
-        return self._reads.value("metadata", self._context.metadata)
-
-    @property
-    def decision(self) -> Any:
-        return self._reads.value("decision", self._context.decision)
-
-    @property
-    def num_tokens(self) -> Any:
-        return self._reads.value("num_tokens", self._context.num_tokens)
-
-
-class _Noting:
-    """Stands for an object of the metadata, also in the object's own methods."""
-
-    __slots__ = ("_noting",)
-
-    def __init__(self, value: Any, path: str, reads: StepReads) -> None:
-        object.__setattr__(self, "_noting", (value, path, reads))
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._noting[0])
-
-    def __getattr__(self, name: str) -> Any:
-        value, path, reads = object.__getattribute__(self, "_noting")
-        found = getattr(value, name)
-        if isinstance(found, MethodType) and found.__self__ is value:
-            return MethodType(found.__func__, self)
-        if name.startswith("__") or name in getattr(type(value), "graph_constants", ()):
-            return found
-        return reads.value(f"{path}.{name}", found)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._noting[0], name, value)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self._noting[0] == other)
-
-    def __hash__(self) -> int:
-        return hash(self._noting[0])
-
-
-class _NotingMapping(Mapping[Any, Any]):
-    """Stands for a dict of the metadata."""
-
-    def __init__(self, value: Mapping[Any, Any], path: str, reads: StepReads) -> None:
-        self._value, self._path, self._reads = value, path, reads
-
-    def __getitem__(self, key: Any) -> Any:
-        found = self._value[key]
-        return self._reads.value(f"{self._path}[{key!r}]", found) if _is_name(key) else found
-
-    def __iter__(self) -> Iterator[Any]:
-        keys = [key for key in self._value if _is_name(key)]
-        self._reads.value(f"[key for key in {self._path}]", keys)
-        return iter(self._value)
-
-    def __len__(self) -> int:
-        return int(self._reads.value(f"len({self._path})", len(self._value)))
-
-    def __contains__(self, key: object) -> bool:
-        found = key in self._value
-        return (
-            bool(self._reads.value(f"({key!r} in {self._path})", found)) if _is_name(key) else found
+    def _comparison(self) -> Callable[..., bool]:
+        """One frame a step, which compares all."""
+        values, classes = ("".join(f"{p}, " for p in of) for of in (self._values, self._classes))
+        names = {
+            **self.names,
+            "VALUES": tuple(self._values.values()),
+            "CLASSES": (*map(type, self._values.values()), *self._classes.values()),
+        }
+        text = (
+            f"lambda {FACTS}: (v := ({values})) != VALUES"
+            f" or (*map(type, v), *map(type, ({classes}))) != CLASSES"
         )
+        differs: Callable[..., bool] = eval(text, names)
+        return differs
+
+    def _read(self, path: str, facts: tuple[Any, ...]) -> Any:
+        try:
+            return reader([path], self.names)(*facts)[0]
+        except (AttributeError, LookupError, TypeError) as error:
+            return error
+
+    def _raise(self, path: str, recorded: Any, now: Any, facts: tuple[Any, ...]) -> NoReturn:
+        """Name the first item that differs, in lists of the same length."""
+        where, reader = self._places[path]
+        if path in self._objects:
+            recorded, path = self._objects[path], path[3:-1]
+            now = self._read(path, facts)
+        elif path in self._bounds:
+            path, bound = self._bounds[path]
+            recorded, now = f"at most {bound}", self._read(path, facts)
+        while isinstance(recorded, list | tuple) and type(now) is type(recorded):
+            pairs = enumerate(zip(recorded, now, strict=False))
+            at = next((at for at, (one, other) in pairs if one != other), None)
+            if at is None or len(now) != len(recorded):
+                break
+            path, recorded, now = f"{path}[{at}]", recorded[at], now[at]
+        for name, key in self.names.items():
+            path = path.replace(name, repr(key))
+        raise StaleContext(where=where, reader=reader, fact=path, recorded=recorded, now=now)
+
+    def _is_new(self, path: str) -> bool:
+        """Whether `path` was not read before; notes who reads it."""
+        if path in self._places:
+            return False
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename in _OURS:
+            frame = frame.f_back
+        code = frame.f_code
+        self._places[path] = f"{code.co_filename}:{frame.f_lineno}", code.co_name
+        return True
 
 
-def _first_difference(path: str, recorded: Any, now: Any) -> tuple[str, Any, Any]:
-    """The path and the values of the first item that differs, in lists of the same length."""
-    if isinstance(recorded, list | tuple) and type(now) is type(recorded):
-        for at, (one, other) in enumerate(zip(recorded, now, strict=False)):
-            if len(now) == len(recorded) and one != other:
-                return _first_difference(f"{path}[{at}]", one, other)
-    return path, recorded, now
+class _Class:
+    """Prints as an object of a class."""
 
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
 
-def _is_name(key: object) -> bool:
-    return isinstance(key, str | int)
-
-
-def _is_leaf(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_leaf, value))
-    return isinstance(value, _LEAVES)
+    def __repr__(self) -> str:
+        return f"a {self._kind.__qualname__}"

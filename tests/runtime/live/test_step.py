@@ -93,7 +93,9 @@ def test_everything_keeps_its_form(
     torch.testing.assert_close((got["x"], got["pair"]), (expected["x"], expected["pair"]))
     assert torch.equal(got["ids"], args[0])
     names = ("ids", "positions", "lengths")
-    by_name = prepared.run(decision, **dict(zip(names, args, strict=False)), unused=None, **kwargs)
+    by_name = prepared.run(
+        decision, **dict(zip(names, args, strict=False)), unused=args[3], **kwargs
+    )
     assert torch.equal(by_name["x"], expected["x"])
 
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from piecegraph import (
     Batch,
     Config,
+    ForwardContext,
     PreparedModel,
     break_graph,
     get_forward_context,
     prepare,
 )
 from piecegraph.errors import OutsideStep, StaleContext
+from piecegraph.runtime.parts.checks.step_reads import StepReads
 
 
 class Inner:
@@ -63,9 +71,8 @@ class Metadata:
 
 
 READS: dict[str, Callable[[Any], float]] = {
-    "metadata.scale": lambda m: m.scale,
     "metadata.inner.scale": lambda m: m.method(),
-    "metadata.computed": lambda m: m.computed,
+    "metadata.scale": lambda m: m.computed,
     "metadata.by_name['scale']": lambda m: m.by_name.get("scale"),
     "metadata.values[0]": lambda m: m.values[0],
     "metadata.layers[0].scale": lambda m: m.layers[0].scale,
@@ -100,6 +107,7 @@ def prepared_for(
     mode: str,
     device: str = "cpu",
     layers: dict[str, Inner] | None = None,
+    metadata: Any = None,
 ) -> PreparedModel:
     config = Config(
         compile=False,
@@ -112,7 +120,7 @@ def prepared_for(
         attention={"support": "ALWAYS"},
     )
     prepared = prepare(Model(read).to(device), config, layers=layers)
-    prepared.capture(lambda descriptor, mode: Metadata(2.0))
+    prepared.capture(lambda descriptor, mode: metadata or Metadata(2.0))
     return prepared
 
 
@@ -183,6 +191,198 @@ def test_a_form_of_metadata_that_lacks_the_value_is_an_error() -> None:
 def test_the_event_of_a_capture_lists_what_it_read() -> None:
     prepared = prepared_for(READS["metadata.inner.scale"], "PIECEWISE")
     (event,) = prepared.events.named("capture.recorded")
-    (read,) = event.facts["python_reads"].items()
+    classes = {"metadata": "Metadata", "metadata.inner": "Inner"}
+    reads = event.facts["python_reads"]
+    (read,) = [each for each in reads.items() if each[0] not in classes]
+    assert all(f"{classes[path]!r} at {__file__}" in reads[path] for path in classes)
     assert read[0] == "metadata.inner.scale"
     assert f"2.0 at {__file__}" in read[1]
+
+
+class Slots:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+@dataclass
+class Record:
+    a: Any
+    b: Any
+
+
+class Named(NamedTuple):
+    a: Any
+    b: Any
+
+
+LEAVES = st.sampled_from([0, 1, True, 1.0, "x", None, (1, 2), torch.float32])
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from(["a", "b", 3, torch.int8]), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(deque),
+        st.dictionaries(st.sampled_from("ab"), inner).map(OrderedDict),
+        *(st.builds(kind, a=inner, b=inner) for kind in (SimpleNamespace, Slots, Record, Named)),
+    ),
+    max_leaves=8,
+)
+
+
+def parts(tree: Any) -> dict[Any, Any]:
+    if isinstance(tree, dict):
+        return dict(tree)
+    if isinstance(tree, list | tuple | deque) and not isinstance(tree, Named):
+        return dict(enumerate(tree))
+    return {name: getattr(tree, name) for name in ("a", "b") if hasattr(tree, name)}
+
+
+def with_part(tree: Any, key: Any, part: Any) -> Any:
+    """A copy of `tree` with another part, or without the part (`...`)."""
+    changed = {k: v for k, v in {**parts(tree), key: part}.items() if v is not ...}
+    if isinstance(tree, dict):
+        return type(tree)(changed)
+    if isinstance(tree, SimpleNamespace):
+        return SimpleNamespace(**changed)
+    if isinstance(tree, Slots | Record | Named):
+        return type(tree)(**{"a": None, "b": None, **changed})
+    return type(tree)(changed.values())
+
+
+def changed(tree: Any, draw: Callable[[Any], Any]) -> Any:
+    """`tree` with one part of any depth another, one more, or one fewer."""
+    if not parts(tree) or draw(st.integers(0, 3)) == 0:
+        return draw(TREES)
+    key = draw(st.sampled_from([*parts(tree), "a"]))
+    if isinstance(tree, list | tuple | deque) and not isinstance(tree, Named) and key == "a":
+        return with_part(tree, len(tree), 1)
+    part = parts(tree).get(key)
+    return with_part(tree, key, draw(st.sampled_from([..., changed(part, draw)])))
+
+
+def read(tree: Any, choices: list[int]) -> list[Any]:
+    """What some reads of `tree`, in ways in which engines read metadata, give."""
+    seen: list[Any] = []
+    for choice in choices:
+        match choice % 6, tree:
+            case 0, _:
+                seen.append(isinstance(tree, dict | Record))
+            case 1, dict():
+                seen.append(("a" in tree, len(tree), list(tree)))
+            case 2, dict():
+                tree = {**tree} if choice > 5 else copy.copy(tree)
+            case _, dict():
+                tree = tree.get("a" if choice % 2 else torch.int8, 7)
+            case 1, list() | tuple() | deque():
+                seen.append(len(tree))
+            case _, list() | tuple() | deque() if tree:
+                tree = tree[choice % len(tree)]
+            case 1, SimpleNamespace() | Slots() | Record():
+                seen.append(hasattr(tree, "b"))
+            case 2, SimpleNamespace() | Slots() | Record():
+                tree = copy.copy(tree)
+            case 3, SimpleNamespace() | Record():
+                tree = vars(tree).get("b")
+            case _, SimpleNamespace() | Slots() | Record():
+                tree = getattr(tree, "a", None)
+            case _ if tree is None or isinstance(tree, int | float | str | torch.dtype):
+                seen.append((type(tree), tree))
+    return seen
+
+
+def noted(read: Callable[[Any], object], metadata: Any) -> StepReads:
+    context, reads = ForwardContext({}, metadata=metadata), StepReads()
+    reads.watch(context)
+    reads.open()
+    read(context.metadata)
+    reads.finish()
+    return reads
+
+
+@given(TREES, st.lists(st.integers(0, 11), max_size=6), st.data())
+@settings(max_examples=40)
+def test_reads_that_are_noted_are_those_of_the_object_and_all_that_counts(
+    tree: Any, choices: list[int], data: st.DataObject
+) -> None:
+    expected = read(copy.deepcopy(tree), choices)
+    seen: list[Any] = []
+    reads = noted(lambda metadata: seen.extend(read(metadata, choices)), copy.deepcopy(tree))
+    assert seen == expected
+    reads.check(ForwardContext({}, metadata=copy.deepcopy(tree)))
+    for _ in range(4):
+        other = changed(tree, data.draw)
+        if read(copy.deepcopy(other), choices) != expected:
+            with pytest.raises(StaleContext):
+                reads.check(ForwardContext({}, metadata=other))
+
+
+SPACE = SimpleNamespace
+CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
+    "a field appears": (lambda m: getattr(m, "mask", None), SPACE(), SPACE(mask=1)),
+    "a key appears": (lambda m: m.get("mask"), {}, {"mask": 1}),
+    "a key goes": (lambda m: "mask" in m, {"mask": 1}, {}),
+    "it is None": (lambda m: m.part is not None, SPACE(part=Inner(1.0)), SPACE(part=None)),
+    "another class": (lambda m: m.part, SPACE(part=Inner(1.0)), SPACE(part=Slots(1, 2))),
+    "a number is a flag": (lambda m: m.n, SPACE(n=1), SPACE(n=True)),
+    "a tensor is a number": (lambda m: m.n, SPACE(n=torch.ones(1)), SPACE(n=1.0)),
+    "forgotten": (lambda m: m.a, Slots(torch.ones(1), 2), None),
+    "in slots": (lambda m: m.a, Slots(1, 2), Slots(2, 2)),
+    "in a deque": (lambda m: m[0], deque([1, 2]), deque([3, 2])),
+    "through vars": (lambda m: vars(m)["a"], SPACE(a=1), SPACE(a=2)),
+    "in a copy": (lambda m: copy.copy(m).scale, Inner(1.0), Inner(2.0)),
+    "deep": (lambda m: m.a.a.a.a.a.a, *(Slots(*[Slots(*[Slots(*[Slots(
+        *[Slots(Slots(n, 0), 0)], 0)], 0)], 0)], 0) for n in (1, 2))),
+    "a function": (lambda m: m.fn, SPACE(fn=max), SPACE(fn=min)),
+    "of a partial": (lambda m: m(), partial(max, 1, 2), partial(max, 1, 3)),
+    "an enum key": (lambda m: m[torch.int8], {torch.int8: 1}, {torch.int8: 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_kind_of_change_is_noticed(change: str) -> None:
+    read, captured, step = CHANGES[change]
+    reads = noted(read, captured)
+    reads.check(ForwardContext({}, metadata=copy.copy(captured)))
+    with pytest.raises(StaleContext):
+        reads.check(ForwardContext({}, metadata=step))
+
+
+class Bounded(SimpleNamespace):
+    graph_bounds = ("longest",)
+
+
+def test_a_bound_may_fall_but_not_rise() -> None:
+    metadata = Bounded(longest=8, scale=2.0)
+    prepared = prepared_for(lambda m: m.longest * 0.0 + 1.0, "FULL", metadata=metadata)
+    for longest in (8, 3):
+        metadata = Bounded(longest=longest, scale=2.0)
+        assert step(prepared, metadata).unique().tolist() == [3.0]
+    with pytest.raises(StaleContext, match=r"metadata\.longest .* 'at most 8', and 9 in this step"):
+        step(prepared, Bounded(longest=9, scale=2.0))
+
+
+def test_what_an_op_writes_and_then_reads_is_not_the_steps() -> None:
+    def read(metadata: Any) -> float:
+        metadata.by_name["derived"] = metadata.derived = 4.0
+        return float(metadata.derived + metadata.by_name["derived"])
+
+    prepared, metadata = prepared_for(read, "FULL"), Metadata(2.0)
+    assert step(prepared, metadata).unique().tolist() == [17.0]
+
+
+def test_two_captures_at_once_observe_one_class() -> None:
+    first, second = StepReads(), StepReads()
+    metadata = Inner(2.0)
+    contexts = [ForwardContext({}, metadata=metadata) for _ in range(2)]
+    for reads, context in zip((first, second), contexts, strict=True):
+        reads.watch(context)
+        reads.open()
+    assert contexts[0].metadata.scale == 2.0
+    first.finish()
+    assert contexts[1].metadata.scale == 2.0
+    second.finish()
+    assert first.facts().keys() == second.facts().keys() >= {"metadata.scale"}
+    assert "__getattribute__" not in vars(Inner)

@@ -272,10 +272,28 @@ def test_a_watched_view_may_be_dropped_while_its_memory_lives(serve: Callable[..
         served.step(3)
 
 
-def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(
+def test_a_tensor_that_takes_another_place_in_layers_is_an_error_and_refresh_follows_it(
     serve: Callable[..., Any],
 ) -> None:
     served = serve()
+    spare = served.stage.starts.clone()
+    served.prepared.watch("starts", served.stage.starts)
+    served.prepared.watch("spare", spare)
+    served.prepared.capture()
+    assert served.prepared.report()["unwatched"] == []
+    served.stage.starts = spare
+    with pytest.raises(MovedTensor, match=r"layers\['stage'\]\.starts moved after"):
+        served.step(1, 1)
+    assert served.prepared.refresh()
+    served.step(1, 1)
+
+
+def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    # without it the path is compared
+    monkeypatch.setattr(type(served.stage), "graph_constants", ("starts",), raising=False)
     served.prepared.capture()
     (record,) = served.prepared.report()["unwatched"]
     assert record["tensors"] == ["layers['stage'].starts: int64[16]"]
@@ -328,7 +346,8 @@ def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
 def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
     shared = torch.zeros(2)
     tensors = [shared] * 40 + [torch.zeros(2) for _ in range(10)]
-    addresses = MetadataAddresses({"layers": tensors}, tensors)
+    by_path = {f"metadata['layers'][{at}]": tensor for at, tensor in enumerate(tensors)}
+    addresses = MetadataAddresses(by_path, tensors, {})
 
     def check(metadata: Any) -> None:
         addresses.check_step(ForwardContext({}, metadata), ())

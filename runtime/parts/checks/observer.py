@@ -1,0 +1,363 @@
+"""Notes what Python reads of an object and of all that it holds, without changing what it reads.
+
+A class is observed, not an object: while an observer is open, `__getattribute__` and `__setattr__`
+of the classes of what was handed out are replaced. So `type`, `isinstance`, identity, operators and
+methods are those of the object. What an attribute holds is observed when the attribute is read.
+
+Of built-in containers all items are noted when they are handed out. Only for a dict and a
+SimpleNamespace, of which an engine may change what no graph reads, an equal one of a subclass is
+handed out that notes what is read of it, and that writes to the original, too. `type(x) is dict`
+is the one question to which it has another answer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from contextlib import contextmanager
+from copy import copy
+from enum import Enum
+from functools import partial
+from threading import Lock, get_ident
+from types import BuiltinMethodType, MappingProxyType, MethodType, SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+LEAVES = (
+    bool, int, float, complex, str, bytes, type(None), type, Enum, range, slice, torch.Size,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+"""Values that are compared by `==`."""
+
+_METHODS = (MethodType, BuiltinMethodType)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
+"""Attributes through which `vars` and `copy` read all others."""
+
+
+class Noting(Protocol):
+    """Takes what was read. A path is an expression."""
+
+    def value(self, path: str, value: Any) -> None:
+        """Of a value that `==` compares."""
+
+    def form(self, path: str, value: Any) -> None:
+        """Of an object whose class counts, and the place of a tensor."""
+
+    def identity(self, path: str, value: Any) -> None:
+        """Of an object that nothing else can compare."""
+
+    def bound(self, path: str, value: Any) -> None:
+        """Of a number that may fall."""
+
+    def key(self, key: Any) -> str:
+        """The expression of a key."""
+
+
+class Observer:
+    """Observes what this thread reads of `root` between `open` and `close`; the names of its
+    attributes are the first parts of paths."""
+
+    def __init__(self, root: Any, noting: Noting) -> None:
+        self._noting = noting
+        self._thread = 0
+        self._paths = {id(root): ""}
+        self._stand_ins: dict[int, Any] = {}
+        self._written = set[tuple[int, Any]]()
+        self._held = [root]  # identities are unique while the objects live
+        self._kinds = {type(root)}
+
+    def open(self) -> None:
+        self._thread = get_ident()
+        for kind in self._kinds:
+            _observe(kind, self)
+
+    def close(self) -> None:
+        self._thread = 0
+        for kind in self._kinds:
+            _observe_no_longer(kind, self)
+
+    def forget(self) -> None:
+        """Observe nothing any more. A stand-in may outlive the capture."""
+        for holds in (self._paths, self._stand_ins, self._written, self._held, self._kinds):
+            holds.clear()
+
+    @contextmanager
+    def _path_of(self, obj: Any, name: Any) -> Iterator[str | None]:
+        """The path of an object of which `name` is read, None if that is not to be noted. What is
+        read inside the block, to note it, is not."""
+        thread, self._thread = self._thread, 0
+        try:
+            own = get_ident() != thread or (id(obj), name) in self._written
+            yield None if own else self._paths.get(id(obj))
+        finally:
+            self._thread = thread
+
+    def read(self, obj: Any, name: str, value: Any) -> Any:
+        """An attribute was read: what the reader is given."""
+        kind = type(obj)
+        with self._path_of(obj, name) as path:
+            if path is None:
+                return value
+            if name in _READ_WHOLE and hasattr(obj, "__dict__"):
+                for each, item in vars(obj).items():
+                    self._hand_out(f"{path}.{each}", item)
+            if name.startswith("__") or name in getattr(kind, "graph_constants", ()):
+                return value
+            if name in getattr(kind, "graph_bounds", ()):
+                self._noting.bound(f"{path}.{name}", value)
+                return value
+            if isinstance(value, _METHODS) and value.__self__ in (obj, kind):
+                return value  # what it reads is noted when it does
+            if isinstance(obj, nn.Module) and not isinstance(value, Tensor | list | tuple):
+                return value  # the model's own, as globals of its code are
+            return self._hand_out(f"{path}.{name}".lstrip("."), value)
+
+    def missing(self, obj: Any, name: str) -> None:
+        """An attribute was not found."""
+        with self._path_of(obj, name) as path:
+            if path is not None and not name.startswith("__"):
+                self._noting.value(f"hasattr({path}, {name!r})", False)
+
+    def wrote(self, obj: Any, name: Any) -> None:
+        """An attribute or item was set: from now on it is not the step's."""
+        self._written.add((id(obj), name))
+
+    def item(self, mapping: Mapping[Any, Any], key: Any, value: Any) -> Any:
+        """An item was read: what the reader is given."""
+        with self._path_of(mapping, key) as path:
+            if path is None:
+                return value
+            return self._hand_out(f"{path}[{self._noting.key(key)}]", value)
+
+    def fact(self, mapping: Mapping[Any, Any], expression: str, key: Any, value: Any) -> None:
+        """`expression` of a mapping (`{}`) and a key (`{key}`) was read."""
+        with self._path_of(mapping, key) as path:
+            if path is not None:
+                text = expression.format(path, key=self._noting.key(key))
+                self._noting.value(text, value)
+
+    def _hand_out(self, path: str, value: Any) -> Any:
+        """Note what `value` is; returns it, or what stands in for it."""
+        if id(value) in self._stand_ins:
+            self._noting.form(path, value)
+            return self._stand_ins[id(value)]
+        noting, kind = self._noting, type(value)
+        if isinstance(value, LEAVES):
+            noting.value(path, value)
+        elif isinstance(value, Tensor) or id(value) in self._paths:
+            noting.form(path, value)
+        elif hasattr(value, "tobytes"):  # an array of numpy, which may not be installed
+            noting.value(f"{path}.tobytes()", value.tobytes())
+        elif kind is dict or kind is SimpleNamespace:
+            noting.form(path, value)
+            made = ObservedDict(self, value) if kind is dict else ObservedNamespace(value)
+            self._stand_ins[id(value)] = made
+            self._held.append(value)
+            self._keep(path, made)
+            return made
+        elif isinstance(value, nn.Module):
+            noting.identity(path, value)
+            self._keep(path, value)
+        elif kind is partial:
+            noting.form(path, value)
+            noting.identity(f"{path}.func", value.func)
+            self._container(f"{path}.args", value.args)
+            self._container(f"{path}.keywords", value.keywords)
+        elif isinstance(value, _CONTAINERS):
+            noting.form(path, value)
+            self._keep(path, value)
+            return self._container(path, value)
+        elif self._keep(path, value):
+            noting.form(path, value)
+        elif getattr(kind, "__hash__", None) in (None, object.__hash__):
+            noting.identity(path, value)
+        else:
+            noting.value(path, value)  # a date, a Decimal
+        return value
+
+    def _keep(self, path: str, value: Any) -> bool:
+        """Observe an object from now on; whether that is possible."""
+        self._paths[id(value)] = path
+        self._held.append(value)
+        observed = type(value) is not ObservedDict and _observe(type(value), self)
+        if observed:
+            self._kinds.add(type(value))
+        return observed
+
+    def _container(self, path: str, value: Any) -> Any:
+        """Note all items; returns the container, or one with what stands in for its items."""
+        noting, kind = self._noting, type(value)
+        if isinstance(value, Set):
+            noting.value(path, frozenset(value))
+            return value
+        if isinstance(value, Mapping):
+            noting.value(f"[*{path}]", list(value))
+            items = {k: self._hand_out(f"{path}[{noting.key(k)}]", value[k]) for k in value}
+            if all(items[key] is value[key] for key in items):
+                return value
+            made = MappingProxyType(items) if kind is MappingProxyType else copy(value)
+            if isinstance(made, dict):
+                made.update(items)
+        else:
+            noting.value(f"len({path})", len(value))
+            listed = [self._hand_out(f"{path}[{at}]", item) for at, item in enumerate(value)]
+            if all(one is other for one, other in zip(listed, value, strict=True)):
+                return value
+            made = kind._make(listed) if hasattr(kind, "_make") else kind(listed)
+        self._stand_ins[id(value)] = made
+        return made
+
+
+_LOCK = Lock()
+_HOOKED = ("__getattribute__", "__setattr__")
+
+
+def _observe(kind: type, observer: Observer) -> bool:
+    """Whether a class can be observed: one that C code made cannot."""
+    with _LOCK:
+        observers = getattr(kind.__dict__.get("__getattribute__"), "observers", None)
+        if observers is None:
+            observers, own = [], {n: kind.__dict__[n] for n in _HOOKED if n in kind.__dict__}
+            read, write = _hooks(kind, observers)
+            read.observers, read.own = observers, own  # type: ignore[attr-defined]
+            try:
+                kind.__getattribute__, kind.__setattr__ = read, write  # type: ignore[assignment]
+            except (TypeError, AttributeError):
+                return False
+        if observer not in observers:
+            observers.append(observer)
+        return True
+
+
+def _observe_no_longer(kind: type, observer: Observer) -> None:
+    with _LOCK:
+        read: Any = kind.__dict__.get("__getattribute__")
+        observers = getattr(read, "observers", [])
+        if observer in observers:
+            observers.remove(observer)
+            if not observers:
+                for name in _HOOKED:
+                    delattr(kind, name)
+                for name, value in read.own.items():
+                    setattr(kind, name, value)
+
+
+def _hooks(
+    kind: type, observers: list[Observer]
+) -> tuple[Callable[[Any, str], Any], Callable[[Any, str, Any], None]]:
+    """`__getattribute__` and `__setattr__` of a class that is observed."""
+    own_read: Callable[..., Any] = kind.__getattribute__
+    own_write: Callable[..., None] = kind.__setattr__
+    fall_back = getattr(kind, "__getattr__", None)
+
+    def read(obj: Any, name: str) -> Any:
+        try:
+            value = own_read(obj, name)
+        except AttributeError:
+            try:
+                if fall_back is None:
+                    raise
+                value = fall_back(obj, name)
+            except AttributeError:
+                for observer in tuple(observers):
+                    observer.missing(obj, name)
+                raise
+        for observer in tuple(observers):
+            value = observer.read(obj, name, value)
+        return value
+
+    def write(obj: Any, name: str, value: Any) -> None:
+        own_write(obj, name, value)
+        for observer in tuple(observers):
+            observer.wrote(obj, name)
+
+    return read, write
+
+
+class ObservedNamespace(SimpleNamespace):
+    """Stands in for a SimpleNamespace, whose class cannot be observed."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, original: SimpleNamespace) -> None:
+        super().__init__(**vars(original))
+        object.__setattr__(self, "_original", original)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        setattr(object.__getattribute__(self, "_original"), name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SimpleNamespace, (), dict(vars(self))
+
+
+class ObservedDict(dict[Any, Any]):
+    """Stands in for a dict: notes what is read of it, and writes to the original, too."""
+
+    __slots__ = ("_observer", "_original")
+
+    def __init__(self, observer: Observer, original: dict[Any, Any]) -> None:
+        super().__init__(original)
+        self._observer, self._original = observer, original
+
+    def __getitem__(self, key: Any) -> Any:
+        if not super().__contains__(key):
+            self._observer.fact(self, "({key} in {})", key, False)
+        return self._observer.item(self, key, super().__getitem__(key))
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        self._observer.fact(self, "({key} in {})", key, found)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        self._observer.fact(self, "[*{}]", None, list(super().__iter__()))
+        return super().__iter__()
+
+    def __reversed__(self) -> Any:
+        return reversed(list(self))
+
+    def __len__(self) -> int:
+        self._observer.fact(self, "len({})", None, super().__len__())
+        return super().__len__()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._original[key] = value
+        self._observer.wrote(self, key)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        del self._original[key]
+        self._observer.wrote(self, key)
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self)
+
+    get = MutableMapping.get  # type: ignore[assignment]
+    keys = MutableMapping.keys  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    pop = MutableMapping.pop
+    popitem = MutableMapping.popitem
+    clear = MutableMapping.clear
+    update = MutableMapping.update
+    setdefault = MutableMapping.setdefault
+    __eq__ = Mapping.__eq__
+    __hash__ = None
