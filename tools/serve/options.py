@@ -87,12 +87,14 @@ def attention_code(name: str, value: str) -> str:
 
 def bucket_plan(name: str, text: str) -> BucketStrategy | Path:
     """A strategy, or the file that `text` names. Raises InvalidSetting."""
-    if (path := Path(text)).is_file():
-        return path
     strategies = {strategy.value: strategy for strategy in BucketStrategy}
     if text in strategies:
         return strategies[text]
-    reason = "it is neither a strategy nor a file"
+    try:
+        Path(text).read_text()
+        return Path(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it is no strategy and cannot be read as a file: {error}"
     expected = f"{', '.join(strategies)}, or a file of lines such as (range(1, 5), 128, [0, 4])"
     raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
 
