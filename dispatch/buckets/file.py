@@ -43,7 +43,7 @@ def read_buckets(text: str, *, source: str = "buckets") -> tuple[Bucket, ...]:
         try:
             buckets.update(map(Bucket, *zip(*product(*_elements(code)), strict=True)))
         except _InvalidElement as invalid:
-            column = 1 + len(line) - len(code) + len(code.encode()[: invalid.offset].decode())
+            column = len(line) - len(code) + invalid.column
             bad.append(BadLine(number, column, invalid.reason))
     if bad:
         listed = "; ".join(f"{source}:{each.line}:{each.column}: {each.reason}" for each in bad)
@@ -52,20 +52,19 @@ def read_buckets(text: str, *, source: str = "buckets") -> tuple[Bucket, ...]:
 
 
 class _InvalidElement(Exception):
-    """The error in one line; `offset` is in UTF-8 bytes."""
+    """The first error in one line, and where it begins."""
 
-    def __init__(self, reason: str, offset: int = 0) -> None:
+    def __init__(self, reason: str, column: int = 1) -> None:
         self.reason = reason
-        self.offset = offset
+        self.column = column
 
 
 def _elements(code: str) -> list[Sequence[int]]:
     try:
         parsed = ast.parse(code, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        place = getattr(error, "offset", None) or 1
-        offset = len(code[: place - 1].encode())
-        raise _InvalidElement(f"it is no tuple: {error.args[0]}", offset) from None
+        column = getattr(error, "offset", None) or 1
+        raise _InvalidElement(f"it is no tuple: {error.args[0]}", column) from None
     if not isinstance(parsed, ast.Tuple) or len(parsed.elts) != len(LEAST):
         raise _InvalidElement("it is not (batch, query, context)")
     elements = [_values(element) for element in parsed.elts]
@@ -73,7 +72,7 @@ def _elements(code: str) -> list[Sequence[int]]:
         LEAST._fields, LEAST, elements, parsed.elts, strict=True
     ):
         if (smallest := min(values)) < least:
-            raise _InvalidElement(f"{name} {smallest} is below {least}", element.col_offset)
+            raise _InvalidElement(f"{name} {smallest} is below {least}", element.col_offset + 1)
     if (number := prod(map(len, elements))) > MOST_BUCKETS:
         raise _InvalidElement(f"it means {number} buckets, more than {MOST_BUCKETS}")
     return elements
@@ -87,7 +86,7 @@ def _values(element: ast.expr) -> Sequence[int]:
         values = [_integer(item) for item in each]
     if not values or values[MOST_VALUES:]:
         reason = f"{ast.unparse(element)} does not have 1 to {MOST_VALUES} values"
-        raise _InvalidElement(reason, element.col_offset)
+        raise _InvalidElement(reason, element.col_offset + 1)
     return values
 
 
@@ -95,7 +94,7 @@ def _range(call: ast.Call) -> range:
     bounds = [_integer(each) for each in call.args]
     if call.keywords or len(bounds) not in (2, 3) or bounds[2:] == [0]:
         reason = f"{ast.unparse(call)} is not range(start, stop[, step]) with a step other than 0"
-        raise _InvalidElement(reason, call.col_offset)
+        raise _InvalidElement(reason, call.col_offset + 1)
     return range(*bounds)
 
 
@@ -106,5 +105,5 @@ def _integer(element: ast.expr) -> int:
         value = None
     if type(value) is not int:
         reason = f"{ast.unparse(element)} is no int, list of ints or range"
-        raise _InvalidElement(reason, element.col_offset)
+        raise _InvalidElement(reason, element.col_offset + 1)
     return value

@@ -57,7 +57,7 @@ def shape_of(schedule: StepSchedule, block_size: int) -> Bucket:
 class Buckets:
     """The buckets of both phases and the buffers of their metadata.
 
-    `missing` names the reason why a shape has no bucket.
+    `missing` says what a shape would need to have a bucket.
     """
 
     def __init__(

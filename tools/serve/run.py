@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +282,7 @@ def plan_of(
     options: RunOptions, requests: Sequence[Request]
 ) -> tuple[BucketTable, Callable[[Bucket], str]]:
     """The buckets of `--buckets`, of a strategy, or those of a file that the limits keep; and what
-    names the reason why a shape has none."""
+    says what a shape without one would need."""
     assert options.buckets is not None
     size = options.block_size
     longest = max(request.num_tokens_at_end for request in requests)
@@ -297,9 +296,8 @@ def plan_of(
     chosen, parameters = options.buckets, dict(options.bucket)
     if isinstance(chosen, BucketStrategy):
         plans = [plan_buckets(phase, limits, chosen, parameters) for phase in Phase]
-        return BucketTable(itertools.chain(*plans), limits), partial(
-            setting_for, limits=limits, strategy=chosen, parameters=parameters
-        )
+        table = BucketTable(itertools.chain(*plans), limits)
+        return table, lambda shape: f"a larger {setting_for(shape, limits, chosen, parameters)}"
     stated = read_buckets(chosen.read_text(), source=str(chosen))
     kept = filter_buckets(stated, limits)
     if rejected := [tuple(bucket) for bucket in stated if not limits.keeps(bucket)]:

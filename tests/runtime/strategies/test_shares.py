@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import Bucket, BucketMemory, bucket_plan
+from piecegraph.dispatch import Bucket, BucketMemory, RuntimeMode, bucket_plan
+from piecegraph.runtime.parts.strategies.forecast import Forecast, ModeForecast
+from piecegraph.runtime.parts.strategies.graph_memory import GraphMemory
 from piecegraph.runtime.parts.strategies.shares import within_shares
 
+FULL = RuntimeMode.FULL
 BUCKETS = [
     *(Bucket(batch, query, 0) for batch, query in product((1, 2, 4), (128, 256, 512, 1024))),
     *(Bucket(batch, 1, context) for batch, context in product((1, 2, 4, 8, 16), (128, 256))),
@@ -93,6 +96,20 @@ def test_the_limit_holds_and_what_a_complete_phase_leaves_is_used(base, slope, f
         left = limit - sum(done.values()) if other_is_complete else shares[phase] - used
         assert used <= shares[phase] + 1e-9 or other_is_complete
         assert all(n >= left - 1e-6 for n in waiting)
+
+
+def test_graphs_beyond_their_share_are_dropped_last_of_their_order_first():
+    """By the forecast, before the first capture. A graph that cannot be captured keeps no share."""
+    buckets = [Bucket(batch, query, 0) for batch in (1, 2) for query in (8, 16)]
+    buckets += [Bucket(batch, 1, 4) for batch in (1, 2, 3, 4)]
+    plan = bucket_plan(buckets, 4, BucketMemory(0.4))
+    memory = GraphMemory(plan)
+    points = ((1, 10.0), (32, 10.0))
+    memory.forecast = Forecast({FULL: ModeForecast(points, ((1, 0.0),))})
+    memory.impossible = {plan.phases[1].order[0]}
+    prompts = plan.phases[0].order
+    for memory.limit, dropped in ((55, [prompts[3], prompts[2]]), (65, [prompts[3]]), (75, [])):
+        assert memory.to_drop() == dropped
 
 
 def test_leftovers_go_both_ways_and_a_release_counts_as_nothing():
