@@ -71,10 +71,7 @@ class BucketTable:
 
 
 def rounded_up(value: int, base: int) -> int:
-    """`value` rounded up to a multiple of `base` times its cube root, itself rounded up.
-
-    rounded_up(33, 32) == 128
-    """
+    """`value` rounded up to a multiple of `base` times its cube root, itself rounded up."""
     if value <= 1:
         return value
     root = round(math.cbrt(value))

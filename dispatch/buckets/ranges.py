@@ -149,7 +149,9 @@ def bucket_ranges(
 ) -> dict[str, BucketRange]:
     """The range of each dimension of `phase`: the `parameters` given by name, else by the limits.
 
-    bucket_ranges(Phase.PROMPT, limits, BucketStrategy.LINEAR, {"prompt.query.max": 1024})
+    Raises InvalidSetting for an unknown name.
+
+        bucket_ranges(Phase.PROMPT, limits, BucketStrategy.LINEAR, {"prompt.query.max": 1024})
     """
     check_parameters(parameters)
     own: dict[str, dict[str, int]] = {dimension: {} for dimension in Bucket._fields}
@@ -167,12 +169,11 @@ def _prompt(
     exponential = strategy is BucketStrategy.EXPONENTIAL
     aware = strategy is BucketStrategy.PADDING_AWARE
     merged = limits.merged_prefill
-    query = _range(
-        own["query"], block, 4 * block if merged else block, tokens, lambda high: _log2(high) or 1
-    )
+    low, step = min(block, tokens), 4 * block if merged else block
+    query = _range(own["query"], low, step, tokens, lambda high: _log2(high) or 1)
     long = exponential and limits.max_model_len >= LONG_CONTEXT
     rest = limits.max_model_len - (tokens if long else query.min)
-    most = max(exponential, limits.blocks(rest) if aware else rest // block)
+    most = max(1 if exponential else 0, limits.blocks(rest) if aware else rest // block)
     step = 2 if aware else 1
     if merged:  # one row holds the prompts and contexts of several requests
         step, most = 4, most * reqs

@@ -100,7 +100,9 @@ CONTIGUOUS = {"contiguous": True, "total_blocks": 100}
 DEFAULTS = [  # phase, strategy, changed limits, dimension, its range
     (PROMPT, LIN, {}, "batch", (1, 1, 16)),
     (PROMPT, LIN, {}, "query", (128, 128, 2048)),
+    (PROMPT, LIN, {"max_num_tokens": 100}, "query", (100, 128, 100)),
     (PROMPT, LIN, {}, "context", (0, 1, 31)),
+    (PROMPT, LIN, {"max_model_len": 100}, "context", (0, 1, 0)),
     (PROMPT, LIN, {"merged_prefill": True}, "batch", (1, 1, 1)),
     (PROMPT, LIN, {"merged_prefill": True}, "query", (128, 512, 2048)),
     (PROMPT, LIN, {"merged_prefill": True}, "context", (0, 4, 16 * 31)),

@@ -101,9 +101,7 @@ def test_full_graphs_are_bit_equal_to_no_graphs(feature):
 
 
 FEW = ["--requests", "6", "--max-num-reqs", "4", "--max-num-tokens", "64", "--block-size", "32"]
-LINES = (
-    "# prompts\n(range(1, 3), [32, 64], range(0, 3))\n(3, 16, 0)\n([1, 2], 1, range(1, 13))\n"
-)
+LINES = "# prompts\n(range(1, 3), [32, 64], range(0, 3))\n(3, 16, 0)\n([1, 2], 1, range(1, 13))\n"
 
 
 def plan(capsys, *options):

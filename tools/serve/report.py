@@ -218,9 +218,9 @@ def _facts(report: Report) -> dict[str, str]:
         holes = len(report["buckets"]["holes"])
         facts["buckets"] = f"{holes} holes" + (f", closed by {missing} buckets" if holes else "")
         if fallbacks := report["buckets"]["fallbacks"]:
-            missing = ", ".join(sorted({each["missing"] for each in fallbacks}))
+            needed = ", ".join(sorted({each["missing"] for each in fallbacks}))
             steps = sum(each["steps"] for each in fallbacks)
-            facts["without a bucket"] = f"{steps} steps, for want of {missing}"
+            facts["without a bucket"] = f"{steps} steps, for want of {needed}"
     if lora := report["lora"]:
         used = ", ".join(f"{each['case']}: {each['steps']} steps" for each in lora["cases_used"])
         facts["LoRA cases"] = used or "none used"
