@@ -203,12 +203,12 @@ def make_plan(
 
 
 def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int, memory: BucketMemory) -> DispatchPlan:
-    """The plan with a FULL graph for each bucket, largest first.
+    """The plan with a FULL graph for each bucket, largest first, in rows and then in context.
 
     A step that an engine has padded to a bucket states its rows, its requests, and the axes `query`
     and `context`. `memory` gives the phases.
     """
-    ordered = sorted(set(buckets), key=lambda bucket: (-bucket.batch * bucket.query, bucket))
+    ordered = sorted(set(buckets), key=lambda b: (-b.batch * b.query, -b.context, b))
     entries = (
         PlanEntry(
             RuntimeMode.FULL,
