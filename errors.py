@@ -142,6 +142,16 @@ class NoBuckets(DispatchError):
     todo = "Widen the ranges, or raise max_num_tokens or max_model_len."
 
 
+class BucketFileInvalid(DispatchError):
+    what = "invalid buckets: {listed}"
+    todo = "Write (batch, query, context), each an int, a list of ints or range(start, stop)."
+
+
+class BeyondLimits(DispatchError):
+    what = "no bucket can hold (batch, query, context) = {shape}: the limits allow {allowed}"
+    todo = "Keep batches within the BucketLimits that the buckets were planned for."
+
+
 # cache
 
 

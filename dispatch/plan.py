@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import Any
 
 from ..errors import BatchInvalid, InvalidSetting, PlanInvalid
 from .batch import Batch, BatchDescriptor
-from .buckets.bucket import Bucket
+from .buckets.bucket import Bucket, BucketMemory, BucketOrder, Phase, order_key
 from .modes import GraphMode, LoraGraphs, RuntimeMode
 
 
@@ -61,15 +61,33 @@ class PlanEntry:
     mode: RuntimeMode
     descriptor: BatchDescriptor
 
+    @property
+    def shape(self) -> str:
+        """Mode and size, as `FULL 16`; with axes also these, as `FULL 16: num_reqs 2, query 8`."""
+        axes = self.descriptor.axes
+        stated = ", ".join(f"{k} {v}" for k, v in (("num_reqs", self.descriptor.num_reqs), *axes))
+        size = f"{self.mode.name} {self.descriptor.num_tokens}"
+        return f"{size}: {stated}" if axes else size
+
     def as_json(self) -> dict[str, Any]:
         return {"mode": self.mode.name, **self.descriptor.as_json()}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePhase:
+    """Graphs that have a `share` of the memory for graphs, by index in capture order."""
+
+    name: str
+    share: float
+    order: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
     """Everything that dispatch depends on: ranks with equal digests make equal decisions.
 
-    Entries are in capture order: PIECEWISE before FULL, the largest first. Raises PlanInvalid for
+    Entries are in capture order: PIECEWISE before FULL, the largest first. Under a memory limit
+    graphs are captured in the order of `phases`, if there are any. Raises PlanInvalid for
     a duplicate entry, an entry of mode NONE or of size 0, and an entry whose axes are not exactly
     the plan's.
     """
@@ -82,6 +100,7 @@ class DispatchPlan:
     """Smaller batches are padded to this size, also without a graph."""
     ends: tuple[int, ...] = ()
     """Sizes beyond which no batch is padded: the model computes in another way above them."""
+    phases: tuple[CapturePhase, ...] = ()
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -119,6 +138,7 @@ class DispatchPlan:
             "padding": [self.padding.factor, self.padding.tokens],
             **({"min_num_tokens": self.min_num_tokens} if self.min_num_tokens > 1 else {}),
             **({"ends": list(self.ends)} if self.ends else {}),
+            **({"phases": [astuple(phase) for phase in self.phases]} if self.phases else {}),
         }
 
     def least_tokens(self, size: int) -> int:
@@ -127,8 +147,14 @@ class DispatchPlan:
 
     def without_sizes_below(self, min_num_tokens: int) -> DispatchPlan:
         """The plan for a model that takes at least `min_num_tokens`; smaller batches are padded."""
-        fit = [e for e in self.entries if e.descriptor.num_tokens >= min_num_tokens]
-        return replace(self, entries=tuple(fit), min_num_tokens=min_num_tokens)
+        fit = [i for i, e in enumerate(self.entries) if e.descriptor.num_tokens >= min_num_tokens]
+        index = {old: new for new, old in enumerate(fit)}
+        phases = tuple(
+            replace(phase, order=tuple(index[i] for i in phase.order if i in index))
+            for phase in self.phases
+        )
+        entries = tuple(self.entries[i] for i in fit)
+        return replace(self, entries=entries, min_num_tokens=min_num_tokens, phases=phases)
 
 
 def axis_values(axes: Sequence[Axis], batch: Batch) -> tuple[tuple[str, int], ...]:
@@ -176,13 +202,13 @@ def make_plan(
     return DispatchPlan(tuple(ordered), max_num_reqs, tuple(axes), limit)
 
 
-def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int) -> DispatchPlan:
-    """The plan with a FULL graph for each bucket, largest first.
+def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int, memory: BucketMemory) -> DispatchPlan:
+    """The plan with a FULL graph for each bucket, largest first, in rows and then in context.
 
     A step that an engine has padded to a bucket states its rows, its requests, and the axes `query`
-    and `context`.
+    and `context`. `memory` gives the phases.
     """
-    ordered = sorted(set(buckets), key=lambda bucket: (-bucket.batch * bucket.query, bucket))
+    ordered = sorted(set(buckets), key=lambda b: (-b.batch * b.query, -b.context, b))
     entries = (
         PlanEntry(
             RuntimeMode.FULL,
@@ -198,7 +224,18 @@ def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int) -> DispatchPlan:
         Axis("query", tuple(sorted({bucket.query for bucket in ordered}))),
         Axis("context", tuple(sorted({bucket.context for bucket in ordered}))),
     )
-    return DispatchPlan(tuple(entries), max_num_reqs, axes)
+
+    def phase(name: Phase, share: float, order: BucketOrder) -> CapturePhase:
+        indices = (i for i, bucket in enumerate(ordered) if bucket.phase is name)
+        return CapturePhase(
+            name, share, tuple(sorted(indices, key=lambda i: order_key(order, ordered[i])))
+        )
+
+    phases = (
+        phase(Phase.PROMPT, memory.prompt_share, memory.prompt_order),
+        phase(Phase.DECODE, 1 - memory.prompt_share, memory.decode_order),
+    )
+    return DispatchPlan(tuple(entries), max_num_reqs, axes, phases=phases)
 
 
 def lora_cases(max_loras: int, graphs: LoraGraphs = LoraGraphs.WITH_AND_WITHOUT) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from ..errors import InvalidSetting
 from ..settings import Settings
-from .buckets.bucket import Bucket, BucketLimits
+from .buckets.bucket import Bucket, BucketLimits, BucketMemory
 from .modes import AttentionSupport, LoraGraphs
 from .plan import Axis, PaddingLimit
 
@@ -33,6 +33,10 @@ class Sizes(Settings):
 
     bucket_limits: BucketLimits | None = None
     """With `buckets`, the legal steps of the engine: `prepare` reports those without a bucket."""
+
+    bucket_memory: BucketMemory = BucketMemory()
+    """With `buckets` and `steps.memory_limit`, how the limit is shared by prompts and decode, and
+    in which orders their buckets are captured: a `BucketMemory`."""
 
 
 class Variants(Settings):

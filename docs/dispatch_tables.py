@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import piecegraph
+from piecegraph.dispatch import BucketStrategy
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.fitted_sizes import fit_trace
 from piecegraph.tools.serve.trace import EXCERPT, read_trace
@@ -29,7 +30,7 @@ FEATURES = (
     ("--lora", "4"),
     ("--speculate", "3"),
     ("--lora", "4", "--speculate", "3"),
-    ("--buckets",),
+    *(("--buckets", strategy) for strategy in BucketStrategy),
 )
 
 

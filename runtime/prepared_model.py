@@ -170,11 +170,12 @@ class PreparedModel:
         core = self._core
         core.make_ready(metadata_for)
         items = [item for task in tasks for item in task.items()]
+        plan = self.dispatcher.plan
         if not core.is_provisional:
-            captures = capture_items(core.capturer.wanted_at_startup(), self.dispatcher.plan)
+            captures = capture_items(core.capturer.wanted_at_startup(), plan)
             ranges = range_items(self.compiled.plan.symbols, core.dummies.run)
             items = [*ranges, *captures, *items]
-        run_warmup(items, self.capture, skip, self.records, self.backend.memory, show)
+        run_warmup(items, self.capture, plan, skip, self.records, self.backend.memory, show)
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""

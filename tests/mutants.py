@@ -40,6 +40,9 @@ DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_gr
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
 DEVICES = "tests/torch_compat/test_devices.py"
 
+PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", "lookup", "file"))
+BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
+
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
     (QUEUED, "if rewrite is None and not any(others):", "if True:", f"{DELAYED} -k failure_37"),
@@ -74,6 +77,37 @@ MUTANTS = [
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
      f"{LIVE}/test_verification.py -k serves_until"),
+    (PLANNED, "limits.total_blocks and contexts[-1]", "0 and contexts[-1]",
+     f"{BUCKETS} -k filters"),
+    (PLANNED, "room if is_edge and 0 <= room < most else context", "context", f"{BUCKETS} -k edge"),
+    (PLANNED, "for bucket in every if bucket.phase is phase", "for bucket in every",
+     f"{BUCKETS} -k filters"),
+    (PLANNED, "if least[0] * least[1] > limits.max_num_tokens", "if True",
+     f"{BUCKETS} -k fall_back"),
+    ("dispatch/buckets/bucket.py", "if bucket.batch > self.max_num_reqs:", "if False:",
+     f"{BUCKETS} -k filters"),
+    ("dispatch/buckets/coverage.py", "min(limits.max_num_reqs, limits.max_num_tokens)",
+     "limits.max_num_reqs", "tests/dispatch/test_coverage.py -k proof"),
+    (LOOKED_UP, "if not rounded.holds(shape):", "if False:", f"{BUCKETS} -k beyond_the_limits"),
+    (LOOKED_UP, "rounded if rounded.batch * rounded.query <= self.limits.max_num_tokens else shape",
+     "rounded", f"{BUCKETS} -k fall_back"),
+    (FROM_FILE, "len(line) - len(code) + invalid.column", "invalid.column",
+     f"{BUCKETS} -k bad_line"),
+    (FROM_FILE, "if not values or values[MOST_VALUES:]:", "if not values:",
+     f"{BUCKETS} -k bad_line"),
+    ("dispatch/plan.py", "tuple(index[i] for i in phase.order if i in index)", "phase.order",
+     f"{BUCKETS} -k one_full_graph"),
+    (f"{STRATEGY}/shares.py", "max(0, taken(i) or 0)", "(taken(i) or 0)", f"{SHARES} -k both_ways"),
+    (f"{STRATEGY}/shares.py", "if all(taken(i) is not None for i in others):", "if True:",
+     f"{SHARES} -k golden"),
+    (f"{STRATEGY}/graph_memory.py", "= dict.fromkeys(self.impossible, 0)", "= {}",
+     f"{SHARES} -k beyond"),
+    (CAPTURER, "if self._by_phase:\n            groups", "if False:\n            groups",
+     "tests/tools/test_features.py -k share_the_memory"),
+    ("runtime/capture/warmup.py", "'released' if growth < 0 else 'taken'", "'taken'",
+     f"{STRATEGIES}/test_warmup.py -k gives_back"),
+    ("tools/engine/buckets.py", "if table.fallbacks[shape] == 1:", "if table.fallbacks[shape]:",
+     "tests/tools/test_features.py -k steps_in_buckets"),
     ("dispatch/plan.py", "*(end + 1 for end in self.ends if end < size)", "1",
      f"{LIVE}/test_split_guards.py -k boundary"),
     ("compile/guards/trace_with_guards.py", "guarded.guards.forget_assumptions(*limits)", "pass",

@@ -24,7 +24,7 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "observers": Ring(56, 94, "events runtime.core.records runtime.core.report runtime.core.usage"),
+    "observers": Ring(56, 95, "events runtime.core.records runtime.core.report runtime.core.usage"),
     "log": Ring(1, 3, "runtime.parts.log"),
     "conditions": Ring(21, 52, "compile.conditions torch_compat.tracing.inlined"),
     "step checks": Ring(1, 1, "runtime.parts.checks"),
@@ -46,7 +46,7 @@ RINGS = {
     "emulation": Ring(3, 7, "runtime.backends.replay"),
     "service": Ring(1, 4, "runtime.parts.starts"),
     "seal": Ring(1, 1, "runtime.parts.seal"),
-    "buckets": Ring(3, 9, "dispatch.buckets"),
+    "buckets": Ring(3, 22, "dispatch.buckets"),
 }
 """One file imports from each `runtime.parts` folder: assemble.py."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from ...errors import InvalidSetting
+
 
 class Phase(StrEnum):
     PROMPT = "prompt"
@@ -32,6 +34,51 @@ class Bucket(NamedTuple):
             and self.query >= other.query
             and self.context >= other.context
         )
+
+
+class BucketOrder(StrEnum):
+    """The order in which the buckets of a phase are captured: the fewest tokens first, of the query
+    or of context, or the most requests first."""
+
+    MIN_TOKENS = "min_tokens"
+    MAX_BS = "max_bs"
+
+
+def order_key(order: BucketOrder, bucket: Bucket) -> tuple[int, ...]:
+    """The key to sort buckets by; the context decides between equal ones."""
+    batch, query, context = bucket
+    length = context if bucket.phase is Phase.DECODE else query
+    if order == BucketOrder.MIN_TOKENS:
+        return batch * length, length, batch, context
+    return -batch, length, context
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMemory:
+    """How the memory that graphs may take is spent on buckets.
+
+    `prompt_share` of it is for prompts and the rest for decode; what one of them leaves goes to the
+    other. The buckets of each are captured in its order while they fit.
+    """
+
+    prompt_share: float = 0.3
+    prompt_order: BucketOrder = BucketOrder.MIN_TOKENS
+    decode_order: BucketOrder = BucketOrder.MAX_BS
+
+    def __post_init__(self) -> None:
+        orders = ", ".join(BucketOrder)
+        for name, valid, expected in (
+            ("prompt_share", 0 <= self.prompt_share <= 1, "a share from 0 to 1"),
+            ("prompt_order", self.prompt_order in list(BucketOrder), f"one of {orders}"),
+            ("decode_order", self.decode_order in list(BucketOrder), f"one of {orders}"),
+        ):
+            if not valid:
+                raise InvalidSetting(
+                    name=f"sizes.bucket_memory.{name}",
+                    value=getattr(self, name),
+                    reason="there is no such choice",
+                    expected=expected,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +129,11 @@ class BucketLimits:
 
     def keeps(self, bucket: Bucket) -> bool:
         """Whether some legal batch may need the bucket."""
+        if bucket.batch > self.max_num_reqs:
+            return False
         if bucket.phase is Phase.DECODE:
-            return self.contiguous or bucket.batch <= bucket.context
+            fits = bucket.batch <= self.max_num_tokens
+            return fits and (self.contiguous or bucket.batch <= bucket.context)
         if self.merged_prefill:
             return bucket.context <= self.most_context(Phase.PROMPT, bucket.batch, bucket.query)
         if self.slice_size is not None:

@@ -79,9 +79,11 @@ def _reach(
 def _most(phase: Phase, limits: BucketLimits) -> Bucket:
     """The maximum of each component over all legal batches."""
     if phase is Phase.DECODE:
-        return Bucket(limits.max_num_reqs, 1, limits.most_context(phase, limits.max_num_reqs, 1))
+        batch = min(limits.max_num_reqs, limits.max_num_tokens)
+        return Bucket(batch, 1, limits.most_context(phase, batch, 1))
+    batch = min(limits.max_num_reqs, limits.max_prefill_reqs)
     query = min(limits.max_model_len, limits.max_num_tokens)
-    return Bucket(limits.max_prefill_reqs, query, limits.most_context(phase, 1, 1))
+    return Bucket(batch, query, limits.most_context(phase, 1, 1))
 
 
 def _legal(phase: Phase, limits: BucketLimits, shape: Bucket) -> bool:

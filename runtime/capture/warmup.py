@@ -71,6 +71,7 @@ class AuxiliaryTask:
 def run_warmup(
     items: Sequence[WarmupItem],
     capture: Callable[..., None],
+    plan: DispatchPlan,
     skip: Collection[str],
     records: Records,
     memory: Callable[[], Memory],
@@ -83,23 +84,28 @@ def run_warmup(
     """
     for name in skip:
         check_choice(COST, "skip", name, "there is no such kind of warm-up")
-    plan = [{"kind": item.kind, "shape": item.shape, "why": item.why} for item in items]
-    records.events.emit("warmup.plan", items=plan)
+    facts = [{"kind": item.kind, "shape": item.shape, "why": item.why} for item in items]
+    records.events.emit("warmup.plan", items=facts)
     skipped = [item for item in items if item.kind in skip]
     for kind in dict.fromkeys(item.kind for item in skipped):
         shapes = [item.shape for item in skipped if item.kind is kind]
         records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
     number, of = count(1), len(items) - len(skipped)
+    before = memory()
 
     def done(kind: WarmupKind, shape: str, ms: float) -> None:
-        n, free = next(number), memory().free
-        limited = free < 1 << 60  # a CPU has no limit
-        records.add(WarmupStep(n, of, kind.value, shape, ms, free if limited else None))
+        nonlocal before
+        n, now = next(number), memory()
+        growth, before = now.growth(before), now
+        limited = now.free < 1 << 60  # a CPU has no limit
+        free = now.free if limited else None
+        records.add(WarmupStep(n, of, kind.value, shape, ms, max(0, growth), max(0, -growth), free))
+        change = f", {abs(growth)} bytes {'released' if growth < 0 else 'taken'}"
         left = f", {free} bytes free" if limited else ""
-        show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")
+        show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{change}{left}")
 
     def captured(graph: CaptureRecord) -> None:
-        done(WarmupKind.CAPTURE, f"{graph.mode} {graph.num_tokens}", graph.ms)
+        done(WarmupKind.CAPTURE, plan.entries[graph.graph_index].shape, graph.ms)
 
     def run(kind: WarmupKind) -> None:
         for item in items:
@@ -130,6 +136,5 @@ def range_items(
 def capture_items(indices: Iterable[int], plan: DispatchPlan) -> Iterator[WarmupItem]:
     """The graphs that are captured at startup, in order."""
     for graph_index in indices:
-        entry = plan.entries[graph_index]
-        shape = f"{entry.mode.name} {entry.descriptor.num_tokens}"
+        shape = plan.entries[graph_index].shape
         yield WarmupItem(WarmupKind.CAPTURE, shape, "steps up to this size replay it")

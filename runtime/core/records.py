@@ -191,14 +191,31 @@ class ForecastAccuracy(
     accuracy: float | None
 
 
-class WarmupStep(StartupRecord, event="warmup", report="warmup"):
-    """Item `n` `of` warm-up is done."""
+class PhaseCaptured(
+    StartupRecord, event="capture.phase", level=logging.INFO, report="capture_phases"
+):
+    """How many of the planned graphs of a phase were captured at startup, which, and the bytes that
+    this took or released."""
+
+    phase: str
+    captured: int
+    planned: int
+    percent: float
+    taken: int
+    released: int
+    shapes: list[str]
+
+
+class WarmupStep(StartupRecord, event="warmup", level=logging.INFO, report="warmup"):
+    """Item `n` `of` warm-up is done; the bytes that this took or released."""
 
     n: int
     of: int
     kind: str
     shape: str
     ms: float
+    taken: int
+    released: int
     free_bytes: int | None
 
 

@@ -49,7 +49,8 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
 def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
     """The graphs to capture for `mode`; none for mode NONE."""
     if config.sizes.buckets and mode is not GraphMode.NONE:
-        return bucket_plan(config.sizes.buckets, config.max_num_reqs)
+        sizes = config.sizes
+        return bucket_plan(sizes.buckets, config.max_num_reqs, sizes.bucket_memory)
     variants = config.variants
     return make_plan(
         mode,

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import (
     Bucket,
     BucketLimits,
+    BucketStrategy,
     Phase,
     close_holes,
     find_holes,
+    plan_buckets,
+    read_buckets,
 )
 from piecegraph.errors import InvalidSetting, NoBuckets
-from piecegraph.tools.engine.bucket_plan import plan_buckets
 
 EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
@@ -24,13 +27,13 @@ EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 def legal_batches(phase: Phase, limits: BucketLimits) -> Iterator[Bucket]:
     per_request = -(-limits.max_model_len // limits.block_size)
     if phase is Phase.PROMPT:
-        for batch in range(1, limits.max_prefill_reqs + 1):
+        for batch in range(1, min(limits.max_prefill_reqs, limits.max_num_reqs) + 1):
             for query in range(1, min(limits.max_model_len, limits.max_num_tokens // batch) + 1):
                 rest = limits.max_model_len - query
                 for context in range(-(-rest // limits.block_size) + 1):
                     yield Bucket(batch, query, context)
         return
-    for batch in range(1, limits.max_num_reqs + 1):
+    for batch in range(1, min(limits.max_num_reqs, limits.max_num_tokens) + 1):
         if limits.contiguous:
             last = limits.total_blocks or limits.max_num_reqs * per_request
         else:
@@ -52,15 +55,17 @@ engines = st.builds(
 shapes = st.builds(Bucket, st.integers(1, 6), st.integers(1, 24), st.integers(0, 16))
 
 
+@pytest.mark.parametrize("strategy", [*BucketStrategy, None], ids=str)
 @given(st.sampled_from(Phase), engines, st.data())
-def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
-    if data.draw(st.booleans()):
+def test_the_proof_finds_each_hole_and_closing_leaves_none(strategy, phase, limits, data):
+    if strategy is not None:
         try:
-            buckets = plan_buckets(phase, limits)
+            buckets = plan_buckets(phase, limits, strategy)
         except (InvalidSetting, NoBuckets):
             assume(False)
     else:
-        buckets = tuple(data.draw(st.sets(shapes, max_size=6)))
+        lines = data.draw(st.sets(shapes, max_size=6))
+        buckets = read_buckets("\n".join(str(tuple(shape)) for shape in lines))
     holes = find_holes(phase, limits, buckets)
     legal = list(legal_batches(phase, limits))
     uncovered = [each for each in legal if not any(bucket.holds(each) for bucket in buckets)]

@@ -10,6 +10,7 @@ from piecegraph.dispatch import (
     Axis,
     Batch,
     Bucket,
+    BucketMemory,
     Dispatcher,
     DispatchPlan,
     GraphMode,
@@ -65,7 +66,7 @@ def plans() -> Iterator[tuple[str, DispatchPlan, frozenset[int]]]:
             for batch, query in chosen.sample(shapes, 4)
             for context in chosen.sample((0, 4, 16, 64), 3)
         ]
-        plan = bucket_plan(buckets, max_num_reqs=32)
+        plan = bucket_plan(buckets, 32, BucketMemory())
         yield f"{number} buckets", plan, _captured(plan, chosen)
 
 

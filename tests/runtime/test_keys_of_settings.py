@@ -10,7 +10,7 @@ import torch
 
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key, trace_key
 from piecegraph.config import Config, compile_config
-from piecegraph.dispatch import Axis, BucketLimits, PaddingLimit
+from piecegraph.dispatch import Axis, BucketLimits, BucketMemory, PaddingLimit
 from piecegraph.errors import InvalidFactor, InvalidSetting
 from piecegraph.settings import setting_names
 
@@ -59,6 +59,7 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "sizes.padding_limit": (PaddingLimit(), NONE),
     "sizes.buckets": (((1, 8, 0),), NONE),
     "sizes.bucket_limits": (BucketLimits(16, 64, 128, 4), NONE),
+    "sizes.bucket_memory": (BucketMemory(0.5), NONE),
     "variants.query_lens": ((1, 3), NONE),
     "variants.speculation_schedule": ((3, 1), NONE),
     "variants.max_loras": (2, NONE),

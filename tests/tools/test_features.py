@@ -100,30 +100,81 @@ def test_full_graphs_are_bit_equal_to_no_graphs(feature):
         assert outputs("none")[1] == tokens
 
 
-def test_steps_in_buckets(run):
-    lengths = [
-        "--requests",
-        "6",
-        "--max-num-reqs",
-        "4",
-        "--max-num-tokens",
-        "64",
-        "--block-size",
-        "32",
-    ]
-    report = run(*lengths, "--buckets")
+FEW = ["--requests", "6", "--max-num-reqs", "4", "--max-num-tokens", "64", "--block-size", "32"]
+LINES = "# prompts\n(range(1, 3), [32, 64], range(0, 3))\n(3, 16, 0)\n([1, 2], 1, range(1, 13))\n"
+
+
+def plan(capsys, *options):
+    """What `piecegraph sizes buckets` says of these options: data, text, and warnings."""
+    capsys.readouterr()
+    assert main(["sizes", "buckets", "--json", "-", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert main(["sizes", "buckets", *options]) == 0
+    return facts, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("strategy", ["exponential", "linear", "padding-aware", "FILE"])
+def test_steps_in_buckets(run, tmp_path, capsys, caplog, strategy):
+    options = [*FEW, "--buckets", strategy]
+    if strategy == "FILE":
+        options[-1] = str(tmp_path / "buckets.txt")
+        Path(options[-1]).write_text(LINES + "(1, 128, 0)\n")
+    with caplog.at_level("INFO", "piecegraph"):
+        report = run(*options)
     assert report["serving"]["generated_tokens"] == 19
     full = [row for row in report["dispatch"] if row["mode"] == "FULL"]
     assert len(full) > 2
     assert all(set(row["descriptor"]["axes"]) == {"query", "context"} for row in full)
-    assert report["buckets"]["holes"]
-    assert {each["phase"] for each in report["buckets"]["missing"]} <= {"prompt", "decode"}
-    assert {row["mode"] for row in report["dispatch"]} == {"FULL", "NONE"}
+    without = sum(row["count"] for row in report["dispatch"] if row["mode"] == "NONE")
+    fallbacks = report["buckets"]["fallbacks"]
+    assert sum(each["steps"] for each in fallbacks) == without
+    logged = [record.message for record in caplog.records if "bucket.fallback" in record.message]
+    assert len(logged) == len(fallbacks)
+    captures = [step for step in report["warmup"] if step["kind"] == "capture"]
+    assert [each["n"] for each in captures] == [*range(3, len(captures) + 3)]
+    assert captures[0]["of"] == report["warmup"][-1]["n"]
+    assert captures[0]["shape"].startswith("FULL 64: num_reqs ")
+    phases = report["capture_phases"]
+    assert [each["phase"] for each in phases] == ["prompt", "decode"]
+    assert all(each["captured"] == each["planned"] for each in phases)
+    facts, text, warnings = plan(capsys, *options)
+    for phase, planned in zip(phases, facts.values(), strict=True):
+        assert phase["planned"] == len(planned["buckets"])
+        assert f"{phase['phase']}: {phase['planned']} buckets" in text
+    assert sum(each["without"] for each in facts.values()) == without
+    assert sum(each["steps"] for each in facts.values()) == report["serving"]["steps"]
+    holes = [hole for each in facts.values() for hole in each["holes"]]
+    assert len(report["buckets"]["holes"]) == len(holes)
+    assert 0 < facts["prompt"]["rows"]["mean"] <= facts["prompt"]["rows"]["worst"] < 1
+    assert ("left out: [(1, 128, 0), " in warnings) == (strategy == "FILE")
 
 
-def test_the_engine_with_buckets_has_no_other_features():
-    with pytest.raises(InvalidSetting, match="--lora"):
-        read_run_options(buckets=True, lora=2)
+def test_graphs_of_buckets_share_the_memory_limit(run):
+    limit = 300_000
+    report = run(*FEW, "--buckets", "linear", "--set", f"steps.memory_limit={limit}")
+    phases = {each["phase"]: each for each in report["capture_phases"]}
+    assert 0 < phases["prompt"]["captured"] < phases["prompt"]["planned"]
+    assert sum(each["taken"] for each in phases.values()) <= limit
+    shapes = [step["shape"] for step in report["warmup"] if step["kind"] == "capture"]
+    decode = [shape for shape in shapes if ", query 1," in shape]
+    assert phases["decode"]["shapes"] == decode
+    assert decode[0].startswith("FULL 4: num_reqs 4, query 1, context ")
+    prompt = [shape for shape in shapes if shape not in decode]
+    assert phases["prompt"]["shapes"] == prompt
+    assert prompt[0].startswith("FULL 32: num_reqs 1, query 32, context 0")
+
+
+def test_the_engine_with_buckets_has_no_other_features(tmp_path):
+    for wrong, name in (
+        ({"buckets": "linear", "lora": 2}, "--lora"),
+        ({"buckets": str(tmp_path), "lora": 2}, "--buckets"),
+        ({"bucket": ["prompt.query.max=64"]}, "--bucket"),
+        ({"buckets": "linear", "bucket": ["prompt.query.max"]}, "--bucket"),
+        ({"buckets": "linear", "bucket": ["prompt.most=1"]}, "prompt.most"),
+    ):
+        with pytest.raises(InvalidSetting, match=f"setting {name} "):
+            read_run_options(**wrong)
+    assert read_run_options(buckets="linear", bucket=["prompt.query.max=64"]).bucket
 
 
 ALL = {"lora": 2, "speculate": 2}

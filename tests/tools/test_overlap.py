@@ -127,4 +127,4 @@ def test_speculation_overlaps_where_a_step_samples_nothing(served):
 
 def test_what_cannot_overlap_is_refused():
     with pytest.raises(InvalidSetting, match="--overlap builds a step before"):
-        read_run_options(overlap=True, buckets=True)
+        read_run_options(overlap=True, buckets="linear")

@@ -78,7 +78,7 @@ def test_a_rank_has_its_device_and_no_buckets(monkeypatch: pytest.MonkeyPatch) -
     assert of_rank(read_run_options(device="cuda")).device == "cuda:1"
     assert of_rank(read_run_options(device="cpu")).device == "cpu"
     with pytest.raises(InvalidSetting, match="--buckets"):
-        of_rank(read_run_options(buckets=True))
+        of_rank(read_run_options(buckets="linear"))
 
 
 @pytest.mark.heavy

@@ -87,7 +87,7 @@ def test_where_the_kernel_is_used():
     assert read(device="cuda").triton
     assert not read().triton
     assert not read(device="cuda", attention="plain").triton
-    assert not read(device="cuda", buckets=True).triton
+    assert not read(device="cuda", buckets="linear").triton
     config = library_config(read(attention="triton", mode="full"))
     assert config.attention.support.name == "ALWAYS"
 
@@ -95,6 +95,6 @@ def test_where_the_kernel_is_used():
 def test_without_the_interpreter_a_cpu_refuses():
     with pytest.raises(InvalidSetting, match="TRITON_INTERPRET=1"):
         require_kernels(torch.device("cpu"))
-    for other in ({"buckets": True}, {"hf": "LlamaConfig,vocab_size=9"}):
+    for other in ({"buckets": "linear"}, {"hf": "LlamaConfig,vocab_size=9"}):
         with pytest.raises(InvalidSetting, match="--attention"):
             read_run_options(attention="triton", **other)

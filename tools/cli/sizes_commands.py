@@ -1,4 +1,4 @@
-"""`piecegraph sizes`: fit capture sizes to a request trace."""
+"""`piecegraph sizes`: fit capture sizes to a request trace, and show a plan of buckets."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Annotated
 import typer
 
 from ..report.output import outputs
+from ..serve.options import RunOptions
+from .run_commands import JsonOption, with_run_options
 
 MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_GRAPHS = 2048, 256, 48
 
-sizes_app = typer.Typer(help="Capture sizes fitted to traffic.", no_args_is_help=True)
+sizes_app = typer.Typer(help="Capture sizes fitted to traffic, and buckets.", no_args_is_help=True)
 
 
 @sizes_app.callback()
 def sizes() -> None:
-    """Capture sizes fitted to traffic."""
+    """Capture sizes fitted to traffic, and buckets."""
 
 
 @sizes_app.command()
@@ -57,3 +59,23 @@ def fit(
         to_json.write(json.dumps(result, indent=2) + "\n")
     if to_output:
         to_output.write(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
+
+
+@sizes_app.command()
+@with_run_options
+def buckets(options: RunOptions, json_path: JsonOption = None) -> int:
+    """Show the buckets that `piecegraph run` with these options pads its steps to.
+
+    By default those of `--buckets exponential`: how many, which steps have none, and the padding on
+    the trace. Nothing is compiled or run.
+    """
+    from ..serve.planned_buckets import plan_facts, render
+    from ..serve.requests import read_requests
+
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    facts = plan_facts(options, read_requests(options))
+    if to_json is None or not to_json.is_stdout:
+        typer.echo(render(facts))
+    if to_json:
+        to_json.write(json.dumps(facts, indent=2) + "\n")
+    return 0

@@ -2,12 +2,13 @@
 
 Engines for accelerators without dynamic shapes compile and capture a bucket: a number of requests,
 a query length, and blocks of context. Prompts and decodes are separate steps. The engine pads each
-step to a bucket itself; a step without one runs without a graph.
+step to a bucket itself; a step without one is rounded up more coarsely and has no graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import islice
 from typing import Any
@@ -16,9 +17,8 @@ import numpy as np
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, RuntimeMode
-from ...dispatch import Bucket, BucketLimits, Phase
+from ...dispatch import Bucket, BucketTable, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
-from .bucket_plan import cheapest
 from .engine import ReferenceEngine
 from .metadata import NOBODY, BucketMetadata
 from .scheduler import Scheduler, StepSchedule
@@ -44,16 +44,30 @@ class BucketScheduler(Scheduler):
         return StepSchedule(tuple(shares), ())
 
 
+def shape_of(schedule: StepSchedule, block_size: int) -> Bucket:
+    """The shape of a step: requests, the longest query, blocks of context."""
+    shares = schedule.shares
+    if schedule.is_decode:
+        return Bucket(len(shares), 1, sum(-(-share.context_len // block_size) for share in shares))
+    context = max(-(-share.start // block_size) for share in shares)
+    query = max(2, *(share.query_len for share in shares))  # a query length of 1 means decode
+    return Bucket(len(shares), query, context)
+
+
 class Buckets:
-    """The buckets of both phases and the buffers of their metadata."""
+    """The buckets of both phases and the buffers of their metadata.
+
+    `missing` says what a shape would need to have a bucket.
+    """
 
     def __init__(
-        self, buckets: Iterable[Bucket], limits: BucketLimits, device: torch.device
+        self, table: BucketTable, missing: Callable[[Bucket], str], device: torch.device
     ) -> None:
-        self.limits = limits
-        self.planned = tuple(buckets)
-        blocks = max((self._num_blocks(bucket) for bucket in self.planned), default=1)
-        rows = limits.max_num_tokens
+        self.table = table
+        self.missing = missing
+        self.limits = table.limits
+        blocks = max((self._num_blocks(bucket) for bucket in table.buckets), default=1)
+        rows = self.limits.max_num_tokens
         lengths = (rows,) * 3 + (blocks,) * 3
         self._buffers = [torch.zeros(size, dtype=torch.int64, device=device) for size in lengths]
 
@@ -61,19 +75,6 @@ class Buckets:
     def tensors(self) -> dict[str, torch.Tensor]:
         names = (each.name for each in fields(BucketMetadata))
         return dict(zip(names, self._buffers, strict=True))
-
-    def find(self, schedule: StepSchedule) -> Bucket:
-        """The bucket of a step, or else the step's own shape."""
-        size, shares = self.limits.block_size, schedule.shares
-        if schedule.is_decode:
-            context = sum(-(-share.context_len // size) for share in shares)
-            shape = Bucket(len(shares), 1, context)
-        else:  # a query length of 1 means decode
-            context = max(-(-share.start // size) for share in shares)
-            query = max(2, *(share.query_len for share in shares))
-            shape = Bucket(len(shares), query, context)
-        planned = (each for each in self.planned if each.phase is shape.phase)
-        return cheapest(planned, shape) or shape
 
     def fill(
         self, schedule: StepSchedule, blocks: BlockManager, descriptor: BatchDescriptor
@@ -148,7 +149,16 @@ class BucketEngine(ReferenceEngine):
 
     def batch(self, schedule: StepSchedule) -> Batch:
         """The padded step: its requests include those of padding."""
-        bucket = self.buffers.find(schedule)
+        table = self.buffers.table
+        shape = shape_of(schedule, table.limits.block_size)
+        bucket = table.pad(shape)
+        if table.fallbacks[shape] == 1:
+            facts = {
+                "shape": tuple(shape),
+                "padded": tuple(bucket),
+                "missing": self.buffers.missing(shape),
+            }
+            self.prepared.events.emit("bucket.fallback", level=logging.WARNING, **facts)
         return Batch(
             bucket.batch * bucket.query,
             bucket.batch,

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Any, TypeVar
 
 from ...cache.keys import environment
-from ...dispatch import CaptureStrategy, GraphMode
+from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode, check_parameters
 from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
@@ -83,6 +83,30 @@ def attention_code(name: str, value: str) -> str:
             name=name, value=code, reason="triton is not installed", expected="plain"
         )
     return code
+
+
+def bucket_plan(name: str, text: str) -> BucketStrategy | Path:
+    """A strategy, or the file that `text` names. Raises InvalidSetting."""
+    strategies = {strategy.value: strategy for strategy in BucketStrategy}
+    if text in strategies:
+        return strategies[text]
+    try:
+        Path(text).read_text()
+        return Path(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"it is no strategy and cannot be read as a file: {error}"
+    expected = f"{', '.join(strategies)}, or a file of lines such as (range(1, 5), 128, [0, 4])"
+    raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
+
+
+def bucket_parameter(name: str, text: str) -> tuple[str, int]:
+    """Name and value of a parameter, from `name=value`. Raises InvalidSetting."""
+    parameter, _, value = text.partition("=")
+    if not value.isdecimal():
+        reason, expected = "it has no number", "NAME=VALUE, as in prompt.query.max=512"
+        raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
+    check_parameters({parameter: int(value)})
+    return parameter, int(value)
 
 
 def hf_config(name: str, text: str) -> Any:
@@ -282,7 +306,20 @@ class RunOptions:
     lora: int = option(
         0, "LoRA adapters that requests use, at random.", min=0, max=1024, panel="Engine"
     )
-    buckets: bool = option(False, "Pad each step to a planned bucket.", panel="Engine")
+    buckets: BucketStrategy | Path | None = option(
+        None,
+        "Pad each step to a bucket: exponential, linear, padding-aware, or a file of buckets.",
+        parse=bucket_plan,
+        metavar="STRATEGY|FILE",
+        panel="Engine",
+    )
+    bucket: tuple[tuple[str, int], ...] = option(
+        (),
+        "A parameter of the buckets: prompt.query.max=512. Repeatable.",
+        parse=lambda name, values: tuple(bucket_parameter(name, value) for value in values),
+        metavar="NAME=VALUE",
+        panel="Engine",
+    )
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     shadow: int | None = option(None, "Prove one step in N uncompiled.", metavar="N", min=1)
     off: tuple[str, ...] = option(
@@ -325,7 +362,7 @@ class RunOptions:
         """Whether Triton's kernel computes attention."""
         if self.attention is not None:
             return self.attention == "triton"
-        replaced = self.hf is not None or self.buckets
+        replaced = self.hf is not None or self.buckets is not None
         return self.device.startswith("cuda") and not replaced
 
 
@@ -360,6 +397,8 @@ def _check_conflicts(options: RunOptions) -> None:
     if options.buckets:
         own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "attention")
         without.append((own, "the engine that --buckets starts has no such option"))
+    if not isinstance(options.buckets, BucketStrategy):
+        without.append((("bucket",), "it is a parameter of a strategy of --buckets"))
     if options.overlap:
         reason = "--overlap builds a step before the last one's tokens are known"
         without.append((("buckets",), reason))

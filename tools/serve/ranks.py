@@ -33,7 +33,8 @@ def of_rank(options: RunOptions) -> RunOptions:
         return options
     if options.buckets:
         reason = "the engine that it starts runs no steps without requests, as ranks do"
-        raise InvalidSetting(name="--buckets", value=True, reason=reason, expected="one process")
+        value = str(options.buckets)
+        raise InvalidSetting(name="--buckets", value=value, reason=reason, expected="one process")
     own = options.device == "cuda"
     return replace(options, device=f"cuda:{os.environ['LOCAL_RANK']}") if own else options
 

@@ -217,6 +217,10 @@ def _facts(report: Report) -> dict[str, str]:
         missing = sum(len(each["buckets"]) for each in report["buckets"]["missing"])
         holes = len(report["buckets"]["holes"])
         facts["buckets"] = f"{holes} holes" + (f", closed by {missing} buckets" if holes else "")
+        if fallbacks := report["buckets"]["fallbacks"]:
+            needed = ", ".join(sorted({each["missing"] for each in fallbacks}))
+            steps = sum(each["steps"] for each in fallbacks)
+            facts["without a bucket"] = f"{steps} steps, for want of {needed}"
     if lora := report["lora"]:
         used = ", ".join(f"{each['case']}: {each['steps']} steps" for each in lora["cases_used"])
         facts["LoRA cases"] = used or "none used"

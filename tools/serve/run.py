@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +28,21 @@ from ... import (
     switched_off,
 )
 from ...cache.names import entry_names
-from ...dispatch import BucketLimits, Phase
+from ...dispatch import (
+    Bucket,
+    BucketLimits,
+    BucketStrategy,
+    BucketTable,
+    Phase,
+    filter_buckets,
+    plan_buckets,
+    read_buckets,
+    setting_for,
+)
 from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
-from ..engine.bucket_plan import plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
 from ..engine.engine import ReferenceEngine
@@ -39,7 +50,7 @@ from ..engine.kv_cache import LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers, recorded
 from ..engine.model import INPUTS, Decoder
 from ..engine.overlap import OverlappingEngine
-from ..engine.scheduler import Request, Scheduler
+from ..engine.scheduler import Request, Scheduler, StepSchedule
 from ..engine.serving_log import Clock
 from ..sizes.suggested import suggested_sizes
 from .host_memory import allocating, require_memory
@@ -120,7 +131,7 @@ def start_service(
     config = library_config(options, model)
     if isinstance(buffers, Buckets):
         config = config.changed(
-            sizes={"buckets": buffers.planned, "bucket_limits": buffers.limits},
+            sizes={"buckets": buffers.table.buckets, "bucket_limits": buffers.limits},
             graph_mode=GraphMode.FULL,
             attention={"support": AttentionSupport.ALWAYS},
         )
@@ -188,13 +199,26 @@ def service_report(
         log=service.engine.log,
         verification=service.verification,
     )
+    if isinstance(service.buffers, Buckets):
+        table = service.buffers.table
+        report["buckets"]["fallbacks"] = [
+            {"shape": shape, "steps": steps, "missing": service.buffers.missing(shape)}
+            for shape, steps in table.fallbacks.items()
+        ]
     report["ranks"] = ranks and ranks.exchange("report", rank_facts(report))
     return report
 
 
 def steps_without_drafts(options: RunOptions, requests: Sequence[Request]) -> int:
     """Steps that serve `requests`, which all arrive at once, without speculative decoding."""
-    scheduler = Scheduler(
+    return sum(1 for _ in scheduled_steps(Scheduler, options, requests))
+
+
+def scheduled_steps(
+    kind: type[Scheduler], options: RunOptions, requests: Sequence[Request]
+) -> Iterator[StepSchedule]:
+    """The steps that serve `requests`, which all arrive at once, without a model or drafts."""
+    scheduler = kind(
         BlockManager(_num_blocks(options, requests), options.block_size),
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
@@ -202,12 +226,10 @@ def steps_without_drafts(options: RunOptions, requests: Sequence[Request]) -> in
     for request in requests:
         prompt = request.tokens[: request.num_prompt]
         scheduler.add(Request(request.id, prompt, request.num_generate))
-    steps = 0
     while not scheduler.idle:
         schedule = scheduler.schedule()
+        yield schedule
         scheduler.finish(schedule, [0] * len(schedule.shares))
-        steps += 1
-    return steps
 
 
 def find_device(name: str) -> torch.device:
@@ -256,17 +278,32 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
     return switched_off(config.changed(**dict(options.set)), options.off)
 
 
-def plan_of(options: RunOptions, requests: Sequence[Request], device: torch.device) -> Buckets:
-    """The planned buckets of `--buckets`."""
+def plan_of(
+    options: RunOptions, requests: Sequence[Request]
+) -> tuple[BucketTable, Callable[[Bucket], str]]:
+    """The buckets of `--buckets`, of a strategy, or those of a file that the limits keep; and what
+    says what a shape without one would need."""
+    assert options.buckets is not None
+    size = options.block_size
+    longest = max(request.num_tokens_at_end for request in requests)
     limits = BucketLimits(
-        block_size=options.block_size,
+        block_size=size,
         max_num_tokens=options.max_num_tokens,
-        max_model_len=max(request.num_tokens_at_end for request in requests),
+        max_model_len=-(-longest // size) * size,
         max_num_reqs=options.max_num_reqs,
         max_prefill_reqs=min(BucketScheduler.max_prefill_reqs, options.max_num_reqs),
     )
-    planned = [bucket for phase in Phase for bucket in plan_buckets(phase, limits)]
-    return Buckets(planned, limits, device)
+    chosen, parameters = options.buckets, dict(options.bucket)
+    if isinstance(chosen, BucketStrategy):
+        plans = [plan_buckets(phase, limits, chosen, parameters) for phase in Phase]
+        table = BucketTable(itertools.chain(*plans), limits)
+        return table, lambda shape: f"a larger {setting_for(shape, limits, chosen, parameters)}"
+    stated = read_buckets(chosen.read_text(), source=str(chosen))
+    kept = filter_buckets(stated, limits)
+    if rejected := [tuple(bucket) for bucket in stated if not limits.keeps(bucket)]:
+        warning = f"{len(rejected)} buckets of {chosen} fit no step and are left out: {rejected}"
+        print(f"warning: {warning}", file=sys.stderr)
+    return BucketTable(kept, limits), lambda shape: f"a line {tuple(shape)} of {chosen}"
 
 
 def draft_schedule(options: RunOptions) -> tuple[int, ...]:
@@ -321,7 +358,7 @@ def _build(
             window=options.model.window,
         )
     if options.buckets:
-        return model, layers, plan_of(options, requests, device)
+        return model, layers, Buckets(*plan_of(options, requests), device)
     longest = _blocks_of_longest(options, requests)
     buffers = MetadataBuffers(
         max_rows=options.max_num_tokens, max_blocks=longest, device=device, triton=options.triton

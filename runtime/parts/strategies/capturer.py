@@ -7,14 +7,14 @@ facts that all ranks share: the wanted graph, the step number, and outcomes of c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ....config import Eager, Lazy, Strategy
-from ....dispatch import Batch, Decision, Dispatcher, RuntimeMode
+from ....dispatch import Batch, CapturePhase, Decision, Dispatcher, RuntimeMode
 from ...capture.capture_all import Progress
 from ...capture.captures import Captures
 from ...core.allowed_work import allow_compilation
-from ...core.records import CaptureRecord
+from ...core.records import CaptureRecord, PhaseCaptured
 from .admitted import CaptureBudget, LazyBytes
 from .counted import CountedCaptures
 from .graph_memory import GraphMemory
@@ -70,6 +70,8 @@ class StrategyCapturer:
 
     def wanted_at_startup(self) -> list[int]:
         """The graphs that `startup` will try to capture, in order."""
+        if self._by_phase:
+            return [i for phase in self._captures.plan.phases for i in phase.order]
         return [graph_index for graph_index, *_ in self.queue.startup()]
 
     def startup(self, progress: Progress | None = None, *, serving: bool = False) -> None:
@@ -86,6 +88,8 @@ class StrategyCapturer:
         if self.is_eager:
             self.limit.use_room(progress)
         self._refresh_active()
+        for phase in self._captures.plan.phases:
+            self._records.add(self._summary(phase))
         if self.memory.forecast is not None:
             captured = [i for i, state in enumerate(self.queue.states) if state.captured]
             self._records.add(self.memory.accuracy(captured))
@@ -155,6 +159,26 @@ class StrategyCapturer:
         self.limit.return_to_limit()
         self._refresh_active()
 
+    @property
+    def _by_phase(self) -> bool:
+        """Whether the startup set is captured within the shares of the plan's phases."""
+        return self.is_eager and self.limit.is_set and bool(self._captures.plan.phases)
+
+    def _summary(self, phase: CapturePhase) -> PhaseCaptured:
+        """What there is of the graphs of a phase."""
+        states, entries = self.queue.states, self._captures.plan.entries
+        captured = [i for i in phase.order if states[i].captured]
+        growth = sum(states[i].bytes for i in captured)
+        return PhaseCaptured(
+            phase.name,
+            len(captured),
+            len(phase.order),
+            round(100 * len(captured) / max(1, len(phase.order)), 1),
+            max(0, growth),
+            max(0, -growth),
+            [entries[i].shape for i in captured],
+        )
+
     def _add_startup_set(self) -> None:
         states = self.queue.states
         firsts = (next((i for i in g if not states[i].dropped), None) for g in self.queue.startup())
@@ -177,8 +201,11 @@ class StrategyCapturer:
         return True
 
     def _capture_startup_set(self, progress: Progress | None, serving: bool) -> None:
+        groups: Iterable[list[int]] = self.queue.startup()
+        if self._by_phase:
+            groups = ([i] for i in self.memory.within_shares(self.queue.states))
         with self._captures.session(prepare=True) as session:
-            for group in self.queue.startup():
+            for group in groups:
                 for graph_index in group:
                     state = self.queue.states[graph_index]
                     if not state.captured and not state.dropped and self.limit.admits(graph_index):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from ....dispatch import DispatchPlan, RuntimeMode
 from ...core.exchange import Exchange
 from ...core.records import ForecastAccuracy, Records
 from .forecast import Forecast, Graph
+from .shares import within_shares
 from .wanted import GraphState
 
 WORST_FIT = 0.1
@@ -67,13 +68,28 @@ class GraphMemory:
 
     def admits(self, graph_index: int) -> bool:
         """Whether the limit is expected to hold with one more graph."""
-        graph = graph_of(self._plan, graph_index)
-        if self.limit is None or self.forecast is None or graph[0] not in self.forecast.modes:
+        mode = self._plan.entries[graph_index].mode
+        if self.limit is None or self.forecast is None or mode not in self.forecast.modes:
             return not self.exceeded
-        return (
-            self.used + self.forecast.growth(graph, self._forecast_graphs(self._captured))
-            <= self.limit
-        )
+        return self.used + self.growth(graph_index) <= self.limit
+
+    def growth(self, graph_index: int) -> int:
+        """Forecast bytes of one more graph."""
+        assert self.forecast is not None
+        graph = graph_of(self._plan, graph_index)
+        return self.forecast.growth(graph, self._forecast_graphs(self._captured))
+
+    def within_shares(self, states: Sequence[GraphState]) -> Iterator[int]:
+        """The graphs of the plan's phases that fit into their shares of the limit, in order; each
+        is captured before the next is asked for."""
+
+        def taken(i: int) -> int | None:
+            state = states[i]
+            failed = i in self.impossible or state.failures
+            return state.bytes if state.captured else 0 if failed else None
+
+        assert self.limit is not None
+        return within_shares(self._plan.phases, self.limit, taken, self.growth)
 
     def _forecast_graphs(self, graphs: Iterable[Graph]) -> list[Graph]:
         """Those of modes with a forecast: a change of the plan may add a mode."""
@@ -114,7 +130,19 @@ class GraphMemory:
         if self.limit is None or self.forecast is None:
             return []
         possible = [i for i in range(len(self._plan.entries)) if i not in self.impossible]
-        return prune(self._plan, possible, self.forecast, self.limit, self._traffic)
+        if not self._plan.phases:
+            return prune(self._plan, possible, self.forecast, self.limit, self._traffic)
+        forecast, kept = self.forecast, list[Graph]()
+        bytes_of: dict[int, int] = dict.fromkeys(self.impossible, 0)
+
+        def growth(i: int) -> int:
+            return forecast.growth(graph_of(self._plan, i), kept)
+
+        for i in within_shares(self._plan.phases, self.limit, bytes_of.get, growth):
+            bytes_of[i] = growth(i)
+            kept.append(graph_of(self._plan, i))
+        ordered = [i for phase in self._plan.phases for i in phase.order]
+        return [i for i in reversed(ordered) if i not in bytes_of]
 
     def too_large(self, states: Sequence[GraphState]) -> list[int]:
         """Captured graphs to drop so that at least half of the plan fits, by the corrected

@@ -46,7 +46,21 @@ def test_the_plan_runs_in_order_with_progress(make: Any) -> None:
     assert steps[-1]["free_bytes"] < 10**6
     assert len(lines) == 8
     assert lines[2].startswith("3 of 8: capture PIECEWISE 8, ")
+    assert steps[2]["taken"] > 0 == steps[2]["released"]
+    assert lines[2].endswith(
+        f"{steps[2]['taken']} bytes taken, {steps[2]['free_bytes']} bytes free"
+    )
     assert done == [1, 4]
+
+
+def test_memory_that_an_item_gives_back_is_shown_as_released(make: Any) -> None:
+    served = make((8,), strategy="eager", options={"graph_bytes": 1000})
+    lines: list[str] = []
+    free = AuxiliaryTask("release", [1], "a test", lambda _: served.prepared.release())
+    served.prepared.warm_up(None, [free], show=lines.append)
+    last = facts(served, "warmup")[-1]
+    assert last["taken"] == 0 < last["released"]
+    assert lines[-1].endswith(f"{last['released']} bytes released")
 
 
 def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
