@@ -22,7 +22,7 @@ from piecegraph.tools.serve.requests import read_requests
 def make(num_blocks: int, threshold: int) -> tuple[BlockManager, Any, Defragmenter]:
     """Two layers, of which the second shares its values with the first."""
     keys, values, other = torch.rand(3, num_blocks, 2, 1, 2).unbind()
-    layers = {"a": LayerCache(keys, values), "b": LayerCache(other, values)}
+    layers = {"a": LayerCache(keys, values), "b": LayerCache(other, values.view_as(values))}
     blocks = BlockManager(num_blocks, 2)
     return blocks, layers, Defragmenter(blocks, layers, threshold)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.engine.sampler import WARMED, Sampler
+from piecegraph.tools.engine.sampler import WARMED, Sampler, _filtered
 from piecegraph.tools.engine.scheduler import SamplingParams
 from piecegraph.tools.serve import run
 from piecegraph.tools.serve.options import read_run_options
@@ -69,7 +69,7 @@ def test_10000_draws_have_the_distribution_of_the_plain_softmax(
 
 SETTINGS = st.builds(
     SamplingParams,
-    st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+    st.sampled_from([0.0, 1e-40, 0.3, 1.0, 1.7]),
     st.integers(0, 9),
     st.sampled_from([0.2, 0.5, 0.9, 1.0]),
     st.integers(0, 2**63),
@@ -88,6 +88,12 @@ def test_a_row_is_drawn_as_it_would_be_alone(draws: Any, random: Any) -> None:
             assert chances(row.tolist(), params)[token] > 0
         else:
             assert token == row.argmax()
+
+
+def test_a_row_that_draws_from_all_tokens_keeps_even_the_rarest() -> None:
+    """Its batch may be filtered because of other rows."""
+    scores = torch.tensor([[0.0, -30.0, -40.0]])
+    assert torch.equal(_filtered(scores, torch.tensor([[3.0]]), torch.tensor([[1.0]])), scores)
 
 
 def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(
