@@ -15,7 +15,7 @@ from .backends.protocol import DeviceEvent
 from .capture.capture_all import Progress
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
-from .capture.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
+from .capture.warmup import AuxiliaryTask, WarmupItem, capture_items, range_items, run_warmup
 from .core.report import build_report
 from .core.steps import CORE_CHECKS, GRAPH_CHECKS
 from .core_model import CoreModel
@@ -163,19 +163,19 @@ class PreparedModel:
         """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
 
         A model that is served uncompiled has no ranges, and is captured when it switches.
-        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); the cost of
-        that is logged. `show` is called with a line of progress for each item. Raises
-        InvalidSetting for an unknown kind, and what `capture` raises.
+        `skip` names what to leave out: "range", "capture", or the name of a task; the cost of that
+        is logged. `show` is called with a line of progress for each item. Raises InvalidSetting for
+        an unknown name, and what `capture` raises.
         """
         core = self._core
         core.make_ready(metadata_for)
-        items = [item for task in tasks for item in task.items()]
-        plan = self.dispatcher.plan
+        items, plan = list[WarmupItem](), self.dispatcher.plan
         if not core.is_provisional:
             captures = capture_items(core.capturer.wanted_at_startup(), plan)
             ranges = range_items(self.compiled.plan.symbols, core.dummies.run)
-            items = [*ranges, *captures, *items]
-        run_warmup(items, self.capture, plan, skip, self.records, self.backend.memory, show)
+            items = [*ranges, *captures]
+        memory = self.backend.memory
+        run_warmup(items, tasks, self.capture, plan, skip, self.records, memory, show)
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""

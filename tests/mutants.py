@@ -39,6 +39,8 @@ QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
 DEVICES = "tests/torch_compat/test_devices.py"
+BLOCKS, DEFRAGMENTER = "tools/engine/block_manager.py", "tests/tools/test_defragmenter.py"
+SAMPLER, DRAWS = "tools/engine/sampler.py", "tests/tools/test_sampler.py"
 
 PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", "lookup", "file"))
 BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
@@ -73,6 +75,22 @@ MUTANTS = [
     ("runtime/parts/seal/monitor.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
     (BATCH, "fork_rng(devices, device_type=device_type)", "fork_rng([])", f"{DEVICES} -k restored"),
     ("compile/bundle/key_factors.py", '"is": stable_text(stated)', '"is": ""', f"{DEVICES} -k f6"),
+    ("tools/engine/engine.py", "self.prepared.reads_done().synchronize()", "pass",
+     "tests/tools/test_overlap.py -k blocks_move"),
+    (BLOCKS, "table[:] = [moved.get(block, block) for block in table]", "pass", DEFRAGMENTER),
+    (BLOCKS, "if not self._in_use[block])", "if block)", DEFRAGMENTER),
+    ("tools/engine/defragmenter.py", "{part.data_ptr(): part", "{id(part): part", DEFRAGMENTER),
+    ("tools/engine/defragmenter.py", "*SIZES[: len(SIZES) % 2]", "", DEFRAGMENTER),
+    (SAMPLER, 'f"{seed}/{place}"', 'f"{seed}"', DRAWS),
+    (SAMPLER, 'f"{seed}/{place}"', 'f"{place}"', DRAWS),
+    (SAMPLER, "places >= top_k", "places > top_k", DRAWS),
+    (SAMPLER, "(before >= top_p)", "(before > top_p)", DRAWS),
+    (SAMPLER, " & (top_p < 1)", "", DRAWS),
+    (SAMPLER, "scores - scores.amax(dim=-1, keepdim=True)", "scores", DRAWS),
+    (SAMPLER, "scores / temperature.masked_fill(temperature == 0, 1)", "scores", DRAWS),
+    (SAMPLER, "if batch != self._batch:", "if self._batch is None:", DRAWS),
+    (f"{CAPTURE}/warmup.py", "if kind in empty or (shapes and kind in skip):", "if kind in empty:",
+     f"{STRATEGIES}/test_warmup.py"),
     ("tools/engine/engine.py", "self.copied.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",

@@ -7,9 +7,9 @@ padding writes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import count
 from time import perf_counter
@@ -23,26 +23,23 @@ from ..core.allowed_work import allow_compilation
 from ..core.records import CaptureRecord, Records, SkippedWarmup, WarmupStep
 from .dummy_batch import preserve_rng_state
 
-
-class WarmupKind(StrEnum):
-    RANGE = "range"
-    CAPTURE = "capture"
-    AUXILIARY = "auxiliary"
-
+RANGE, CAPTURE = "range", "capture"
 
 COST = {
-    WarmupKind.RANGE: "the first step of each size loads kernels and grows workspaces",
-    WarmupKind.CAPTURE: "every step runs without a graph until it is captured",
-    WarmupKind.AUXILIARY: "the first request that needs it waits for its kernels",
+    RANGE: "the first step of each size loads kernels and grows workspaces",
+    CAPTURE: "every step runs without a graph until it is captured",
 }
-"""What it costs to skip a kind."""
+"""What it costs to skip a kind; a task states its own cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupItem:
-    """One item of warm-up. A capture has no `run`: the strategy makes all of them."""
+    """One item of warm-up; `kind` is RANGE, CAPTURE or the name of a task.
 
-    kind: WarmupKind
+    A capture has no `run`: the strategy makes all of them.
+    """
+
+    kind: str
     shape: str
     why: str
     run: Callable[[], None] | None = None
@@ -52,24 +49,26 @@ class WarmupItem:
 class AuxiliaryTask:
     """Work of the engine beside the model: `run` is called with each of `shapes` in order.
 
-    It must leave the engine's state unchanged.
+    The calls together must leave the engine's state unchanged. `cost` is logged if the task is
+    skipped, or has no shapes: what the first requests pay.
     """
 
     name: str
     shapes: Sequence[Any]
     why: str
     run: Callable[[Any], None]
+    cost: str = "the first request that needs it waits for its kernels"
 
     def items(self) -> list[WarmupItem]:
-        kind, run = WarmupKind.AUXILIARY, self.run
         return [
-            WarmupItem(kind, f"{self.name} {shape}", self.why, partial(run, shape))
+            WarmupItem(self.name, str(shape), self.why, partial(self.run, shape))
             for shape in self.shapes
         ]
 
 
 def run_warmup(
     items: Sequence[WarmupItem],
+    tasks: Sequence[AuxiliaryTask],
     capture: Callable[..., None],
     plan: DispatchPlan,
     skip: Collection[str],
@@ -77,48 +76,57 @@ def run_warmup(
     memory: Callable[[], Memory],
     show: Callable[[str], None],
 ) -> None:
-    """Run compiled ranges, `capture(progress=…)`, which captures the startup set, and the rest.
+    """Run compiled ranges, `capture(progress=…)`, which captures the startup set, and `tasks`.
 
-    Kinds in `skip` are left out. `show` is called with a line for each item that is done. Raises
-    InvalidSetting for an unknown kind.
+    Kinds in `skip`, which may name tasks, are left out. `show` is called with a line for each item
+    that is done. Raises InvalidSetting for an unknown kind.
     """
+    costs = COST | {task.name: task.cost for task in tasks}
     for name in skip:
-        check_choice(COST, "skip", name, "there is no such kind of warm-up")
+        check_choice(costs, "skip", name, "there is no such kind of warm-up")
+    items = [*items, *(item for task in tasks for item in task.items())]
     facts = [{"kind": item.kind, "shape": item.shape, "why": item.why} for item in items]
     records.events.emit("warmup.plan", items=facts)
-    skipped = [item for item in items if item.kind in skip]
-    for kind in dict.fromkeys(item.kind for item in skipped):
-        shapes = [item.shape for item in skipped if item.kind is kind]
-        records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
-    number, of = count(1), len(items) - len(skipped)
+    empty = [task.name for task in tasks if not task.shapes]
+    for kind, cost in costs.items():
+        shapes = [item.shape for item in items if item.kind == kind]
+        if kind in empty or (shapes and kind in skip):
+            records.add(SkippedWarmup(kind, shapes, cost))
+    items = [item for item in items if item.kind not in skip]
+    number, of = count(1), len(items)
     before = memory()
 
-    def done(kind: WarmupKind, shape: str, ms: float) -> None:
+    def done(kind: str, shape: str, ms: float) -> None:
         nonlocal before
         n, now = next(number), memory()
         growth, before = now.growth(before), now
         limited = now.free < 1 << 60  # a CPU has no limit
         free = now.free if limited else None
-        records.add(WarmupStep(n, of, kind.value, shape, ms, max(0, growth), max(0, -growth), free))
+        records.add(WarmupStep(n, of, kind, shape, ms, max(0, growth), max(0, -growth), free))
         change = f", {abs(growth)} bytes {'released' if growth < 0 else 'taken'}"
         left = f", {free} bytes free" if limited else ""
-        show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{change}{left}")
+        show(f"{n} of {of}: {kind} {shape}, {ms:.1f} ms{change}{left}")
 
     def captured(graph: CaptureRecord) -> None:
-        done(WarmupKind.CAPTURE, plan.entries[graph.graph_index].shape, graph.ms)
+        done(CAPTURE, plan.entries[graph.graph_index].shape, graph.ms)
 
-    def run(kind: WarmupKind) -> None:
-        for item in items:
-            if item.kind is kind and item.run is not None and kind not in skip:
+    def run(kind: str) -> None:
+        calls = [(item.shape, item.run) for item in items if item.kind == kind and item.run]
+        if not calls:
+            return
+        shapes = [shape for shape, _ in calls]
+        with records.events.span(f"warmup.{kind}", level=logging.INFO, shapes=shapes):
+            for shape, call in calls:
                 began = perf_counter()
                 with allow_compilation(), preserve_rng_state():
-                    item.run()
-                done(kind, item.shape, (perf_counter() - began) * 1000)
+                    call()
+                done(kind, shape, (perf_counter() - began) * 1000)
 
-    run(WarmupKind.RANGE)
-    if WarmupKind.CAPTURE not in skip:
+    run(RANGE)
+    if CAPTURE not in skip:
         capture(progress=captured)
-    run(WarmupKind.AUXILIARY)
+    for task in tasks:
+        run(task.name)
 
 
 def range_items(
@@ -130,11 +138,11 @@ def range_items(
     for end, sizes in (("largest", largest), ("smallest", smallest)):
         shape = ", ".join(f"{name} {size}" for name, size in sizes.items())
         why = f"the {end} sizes that were compiled"
-        yield WarmupItem(WarmupKind.RANGE, shape, why, partial(run, sizes))
+        yield WarmupItem(RANGE, shape, why, partial(run, sizes))
 
 
 def capture_items(indices: Iterable[int], plan: DispatchPlan) -> Iterator[WarmupItem]:
     """The graphs that are captured at startup, in order."""
     for graph_index in indices:
         shape = plan.entries[graph_index].shape
-        yield WarmupItem(WarmupKind.CAPTURE, shape, "steps up to this size replay it")
+        yield WarmupItem(CAPTURE, shape, "steps up to this size replay it")

@@ -94,7 +94,7 @@ class EagerPrepared:
     dispatcher = SimpleNamespace(plan=SimpleNamespace(entries=()))
     parts: SimpleNamespace = field(default_factory=parts_of_nothing)
 
-    def warm_up(self, metadata_for, tasks):
+    def warm_up(self, metadata_for, tasks, skip=()):
         self.capture(metadata_for)
         for task in tasks:
             for shape in task.shapes:
@@ -194,7 +194,7 @@ def make_world():
             max_num_reqs=max_num_reqs,
         )
         clock = Clock()
-        engine = ReferenceEngine(prepared, model.logits, scheduler, buffers, clock, prepared.run)
+        engine = ReferenceEngine(prepared, model.logits, scheduler, buffers, clock)
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 
     return make

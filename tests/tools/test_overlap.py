@@ -25,8 +25,9 @@ FEATURES = [
     {},
     {"lora": 3},
     {"speculate": 2},
-    {"kv_blocks": 48, "block_size": 2, "requests": 6},
-]  # it preempts
+    {"kv_blocks": 48, "block_size": 2, "requests": 6},  # it preempts
+    {"block_size": 2, "defragment": 0, "temperature": "0,1"},
+]
 CASES = [
     (case, {"strategy": strategy, "requests": 24, **feature})
     for case, (feature, strategy) in enumerate(
@@ -77,6 +78,26 @@ def without_overlap(served, mode, **options):
 def test_overlap_changes_no_token(served):
     mode, options = "full-and-piecewise", {"model": f"{SMALL},layers=1", "requests": 3}
     assert overlapped(served, mode, **options) == without_overlap(served, mode, **options)
+
+
+def test_blocks_move_when_the_step_in_flight_has_ended(served):
+    mode, swaps = "full-and-piecewise", []
+    options = {"model": f"{SMALL},layers=1", "block_size": 2, "temperature": "0,1"}
+
+    def change(engine):
+        run = engine.defragmenter.run
+
+        def run_when_idle():
+            swaps.append(engine._in_flight is not None)
+            assert engine.prepared.reads_done().query()
+            run()
+
+        engine.defragmenter.run = run_when_idle
+        engine.defragmenter.threshold = -1  # due at each step, also between chunks of a prompt
+
+    moved = overlapped(served, mode, change=change, defragment=0, **options)
+    assert moved == without_overlap(served, mode, **options)
+    assert swaps.count(True) > 3
 
 
 @pytest.mark.heavy

@@ -18,7 +18,7 @@ from piecegraph.tools.serve.requests import read_requests
 def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before: dict[str, Any] = {}
     layers: dict[str, Any] = {}
-    make, make_task = run.prepare, run._sampling_task
+    make, make_tasks = run.prepare, run._warmup_tasks
 
     def caches() -> list[torch.Tensor]:
         return [part for layer in layers.values() for part in (layer.keys, layer.values)]
@@ -27,15 +27,15 @@ def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPa
         layers.update(kwargs["layers"])
         return make(*args, **kwargs)
 
-    def fill_first(prepared: Any, model: Any) -> Any:
+    def fill_first(engine: Any, model: Any) -> Any:
         for cache in caches():
             cache.copy_(torch.rand_like(cache))
         before["caches"] = [cache.clone() for cache in caches()]
         before["torch"] = torch.get_rng_state()
-        return make_task(prepared, model)
+        return make_tasks(engine, model)
 
     monkeypatch.setattr(run, "prepare", prepare)
-    monkeypatch.setattr(run, "_sampling_task", fill_first)
+    monkeypatch.setattr(run, "_warmup_tasks", fill_first)
     options = read_run_options(
         model="layers=2,hidden=32,heads=2,kv_heads=1",
         requests=4,
@@ -46,6 +46,7 @@ def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPa
         backend="eager",
         no_cache=True,
         verify="none",
+        defragment=32,
     )
     requests = read_requests(options)
     with run.start_service(options, requests, [], Console(file=io.StringIO())) as started:
@@ -54,8 +55,16 @@ def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPa
             assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
         assert torch.equal(torch.get_rng_state(), before["torch"])
         assert engine.log.steps == []
-        done = [event.facts["shape"] for event in started.prepared.events.named("warmup")]
+        done = [
+            (event.facts["kind"], event.facts["shape"])
+            for event in started.prepared.events.named("warmup")
+        ]
+        phases = [span.name for span in started.prepared.events.phases]
         assert started.prepared.parts.strategies.ledger.bytes("KV cache") == sum(
             c.nbytes for c in caches()
         )
-    assert {"sampler 4", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)
+    assert [shape for kind, shape in done if kind == "sampler"] == ["0", "1", "4"]
+    swaps = [shape for kind, shape in done if kind == "defragmenter"]
+    assert swaps == ["8", "16", "32", "64", "128", "256", "512", "8"]
+    assert {("capture", "FULL 4"), ("capture", "PIECEWISE 1"), ("range", "num_tokens 32")} < {*done}
+    assert phases[-4:] == ["warmup.range", "capture", "warmup.sampler", "warmup.defragmenter"]

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
+from .defragmenter import Defragmenter
 from .metadata import Buffers
+from .sampler import Sampler
 from .scheduler import Request, Scheduler, StepSchedule
 from .serving_log import Clock, ServingLog
 
 
 class ReferenceEngine:
-    """Serves with one prepared model; `run` is its `run`, or a replacement.
+    """Serves with one prepared model, and moves KV-cache blocks with `defragmenter` if it has one.
 
-    With `ranks`, which are set after the engine is made, these serve in step with each other.
+    `run`, the prepared model's at first, may be replaced. With `ranks`, which are set after the
+    engine is made, these serve in step with each other.
     """
 
     def __init__(
@@ -33,17 +36,19 @@ class ReferenceEngine:
         scheduler: Scheduler,
         buffers: Buffers,
         clock: Clock,
-        run: Callable[..., Any],
+        defragmenter: Defragmenter | None = None,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
         self.scheduler = scheduler
         self.buffers = buffers
         self.clock = clock
-        self.run = run
+        self.defragmenter = defragmenter
+        self.run: Callable[..., Any] = prepared.run
         self.ranks: Ranks | None = None
         self.log = ServingLog(clock)
         self.device = next(iter(buffers.tensors.values())).device
+        self.sampler = Sampler(self.device)
         self.copied = prepared.copies_done()
         """Of the last step: from then on the host may fill staging memory again."""
         self._staging = torch.zeros(
@@ -80,6 +85,9 @@ class ReferenceEngine:
     def next_step(self) -> tuple[StepSchedule, Decision, tuple[torch.Tensor, ...], Any]:
         """The next step's inputs and metadata, on their way to the device."""
         self.copied.synchronize()
+        if self.defragmenter is not None and self.defragmenter.is_due:
+            self.prepared.reads_done().synchronize()  # steps in flight find their blocks
+            self.defragmenter.run()
         schedule = self.scheduler.schedule()
         decision = self.dispatch(self.batch(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
@@ -142,9 +150,15 @@ class ReferenceEngine:
     def sampled(
         self, hidden: torch.Tensor, schedule: StepSchedule, descriptor: BatchDescriptor
     ) -> torch.Tensor:
-        """The most likely next token of each sampled row, (sampled rows,) on the device."""
+        """The next token of each sampled row, (sampled rows,) on the device."""
         rows = self.sampled_rows(schedule, descriptor)
-        return self.logits(hidden[rows]).argmax(dim=-1) if rows else hidden.new_empty(0)
+        draws = [
+            (share.request.sampling, place)
+            for share in schedule.shares
+            if share.samples
+            for place in range(share.context_len - len(share.drafts), share.context_len + 1)
+        ]
+        return self.sampler.sample(self.logits(hidden[rows]), draws)
 
     def sampled_rows(self, schedule: StepSchedule, descriptor: BatchDescriptor) -> list[int]:
         """The rows from which next tokens are sampled: of the last known tokens and of drafts."""

@@ -8,6 +8,7 @@ recomputation): what it has generated is kept and becomes part of what must be p
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,31 @@ from itertools import islice, takewhile
 from ...errors import InvalidSetting, RequestTooLong
 from .block_manager import BlockManager
 from .drafts import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are drawn: with `seed`, from the softmax at `temperature`.
+
+    Temperature 0 takes the most likely token. Only the `top_k` most likely tokens are drawn (0:
+    all), and of these the most likely ones that together reach the probability `top_p`. Raises
+    InvalidSetting for a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, is_valid, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number of 0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more tokens; 0 for all"),
+            ("top_p", 0 < self.top_p <= 1, "a probability above 0, at most 1"),
+        ):
+            if not is_valid:
+                value, reason = getattr(self, name), "it is out of range"
+                raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +57,7 @@ class Request:
     num_generate: int
     arrival: float = 0.0
     lora: int | None = None
+    sampling: SamplingParams = SamplingParams()
     num_prompt: int = field(init=False)
     num_prefill: int = field(init=False)
     num_computed: int = field(init=False, default=0)

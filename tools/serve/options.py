@@ -17,6 +17,7 @@ from ...cache.keys import environment
 from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode, check_parameters
 from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
+from ..engine.scheduler import SamplingParams
 from ..report.output import Output, folder_fault
 from .trace import EXCERPT
 
@@ -25,6 +26,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 BUNDLE = ("use", "serve", "serve_ahead", "force")
 VERIFY = ("none", "sample", "all")
 ATTENTION = ("plain", "triton")
+WARMUP = ("range", "capture", "sampler", "defragmenter")
 LARGEST_SCALE = 10_000
 SWITCH_NAMES = (
     "all",
@@ -127,6 +129,22 @@ def scale(*, above_zero: bool) -> Parse:
         lowest = "above 0" if above_zero else "of 0 or more"
         expected = f"a finite number {lowest}, at most {LARGEST_SCALE}"
         raise InvalidSetting(name=name, value=value, reason="it is out of range", expected=expected)
+
+    return parse
+
+
+def in_turn(field: str, kind: Callable[[str], Any]) -> Parse:
+    """A parser for values of a field of SamplingParams, separated by commas."""
+
+    def parse(name: str, text: str) -> tuple[Any, ...]:
+        try:
+            values = tuple(map(kind, text.split(",")))
+        except ValueError:
+            reason, expected = "it is not a list of numbers", "numbers separated by commas"
+            raise InvalidSetting(name=name, value=text, reason=reason, expected=expected) from None
+        for value in values:
+            replace(SamplingParams(), **{field: value})
+        return values
 
     return parse
 
@@ -246,7 +264,7 @@ class RunOptions:
         "float32", "float32, float16 or bfloat16.", parse=one_of(DTYPES), panel="Model"
     )
     device: str = option("cpu", "cpu or cuda.")
-    seed: int = option(0, "Draws weights and prompts.", min=0, max=2**63 - 1, panel="Model")
+    seed: int = option(0, "Draws weights, prompts and tokens.", min=0, max=2**63 - 1, panel="Model")
     trace: Path = option(EXCERPT, "Request trace in the Azure form.", show_default="an excerpt")
     requests: int = option(64, "Requests of the trace to serve.", metavar="N", min=1)
     length_scale: float = option(
@@ -256,6 +274,24 @@ class RunOptions:
         0.0,
         "Factor on the trace's arrival times; 0: all arrive at once.",
         parse=scale(above_zero=False),
+        panel="Requests",
+    )
+    temperature: tuple[float, ...] = option(
+        "0",
+        "Temperature of each request in turn: 0,0.7,1.2; 0 takes the most likely token.",
+        parse=in_turn("temperature", float),
+        panel="Requests",
+    )
+    top_k: tuple[int, ...] = option(
+        "0",
+        "Draw among the most likely tokens, so many for each request in turn; 0: all.",
+        parse=in_turn("top_k", int),
+        panel="Requests",
+    )
+    top_p: tuple[float, ...] = option(
+        "1",
+        "Draw among the most likely tokens up to this probability, for each request in turn.",
+        parse=in_turn("top_p", float),
         panel="Requests",
     )
     mode: GraphMode | None = option(
@@ -318,6 +354,20 @@ class RunOptions:
         "A parameter of the buckets: prompt.query.max=512. Repeatable.",
         parse=lambda name, values: tuple(bucket_parameter(name, value) for value in values),
         metavar="NAME=VALUE",
+        panel="Engine",
+    )
+    defragment: int | None = option(
+        None,
+        "Swap KV-cache blocks down when more than N free ones are below the highest in use.",
+        metavar="N",
+        min=0,
+        panel="Engine",
+    )
+    skip_warmup: tuple[str, ...] | None = option(
+        None,
+        "Start without: " + ", ".join(WARMUP) + "; says what that costs. Separated by commas.",
+        parse=lambda name, text: tuple(choice(name, each, WARMUP) for each in text.split(",")),
+        metavar="LIST",
         panel="Engine",
     )
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
@@ -393,6 +443,10 @@ def read_run_options(**arguments: Any) -> RunOptions:
 
 def _check_conflicts(options: RunOptions) -> None:
     """Reject options of what another option turns off or does without. Raises InvalidSetting."""
+    if "defragmenter" in (options.skip_warmup or ()) and options.defragment is None:
+        name, value, reason = "--skip-warmup", "defragmenter", "the engine has none"
+        expected = "another part of warm-up, or add --defragment"
+        raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
     without: list[tuple[tuple[str, ...], str]] = []
     if options.buckets:
         own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "attention")

@@ -35,6 +35,7 @@ def build_report(
     log: ServingLog,
     verification: VerificationResult,
     speculation: Report | None = None,
+    swaps: Sequence[int] | None = None,
     generated: Any = None,
 ) -> Report:
     """Combine the library's report (`prepared`) with the engine's measurements.
@@ -54,6 +55,7 @@ def build_report(
         "startup": startup,
         "lora": _lora(options, prepared["dispatch"]),
         "speculation": speculation,
+        "defragmentation": None if swaps is None else {"swaps": len(swaps), "blocks": sum(swaps)},
         "serving": _serving(requests, log),
         "latency": {
             **token_latencies(arrivals, log.token_times),
@@ -178,15 +180,13 @@ def run_sections(report: Report) -> list[ReportSection]:
 def _startup_section(startup: Report) -> ReportSection:
     """One line for each phase; phases of the same name share a line.
 
-    The total of `prepare` follows its phases; the captures come after it.
+    The total of `prepare` follows its phases; captures and warm-up come after it.
     """
     times: dict[str, list[float]] = {}
     for phase in startup["phases"]:
         times.setdefault(phase["name"], []).append(phase["seconds"])
-    captures = times.pop("capture", None)
-    times["prepare in all"] = [startup["prepare_seconds"]]
-    if captures is not None:
-        times["capture"] = captures
+    later = {n: times.pop(n) for n in list(times) if n == "capture" or n.startswith("warmup.")}
+    times |= {"prepare in all": [startup["prepare_seconds"]], **later}
     rows = [(name, len(spent), f"{sum(spent):.3f}") for name, spent in times.items()]
     return ReportSection("Startup", [Table(rows, columns("phase", "times", "seconds"))])
 
@@ -230,6 +230,8 @@ def _facts(report: Report) -> dict[str, str]:
             f"{speculation['accepted']} of {speculation['proposed']} drafts accepted"
             + ("" if saved is None else f", {saved} steps saved")
         )
+    if (moved := report["defragmentation"]) is not None:
+        facts["defragmentation"] = f"{moved['blocks']} blocks moved in {moved['swaps']} swaps"
     sizes = report["sizes"]
     if sizes is not None and (fit := sizes["suggested"]) is not None:
         facts["better sizes"] = (

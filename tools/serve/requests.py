@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import cycle
 
 from ...errors import RequestTooLong
-from ..engine.scheduler import Request
+from ..engine.scheduler import Request, SamplingParams
 from .options import RunOptions
 from .trace import TraceRow, read_trace
 
@@ -22,7 +23,7 @@ def read_requests(options: RunOptions) -> list[Request]:
 
 
 def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
-    """One request a row, with a prompt of random tokens.
+    """One request a row, with a prompt of random tokens and a seed of its own.
 
     Raises RequestTooLong for one that goes beyond the model's positions.
     """
@@ -35,7 +36,10 @@ def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
                 limit=options.served_model.max_positions,
                 limited_by="the model",
             )
-    draw, loras = random.Random(options.seed), random.Random(options.seed)
+    draw, loras, seeds = (random.Random(options.seed) for _ in range(3))
+    settings = zip(
+        cycle(options.temperature), cycle(options.top_k), cycle(options.top_p), strict=True
+    )
     vocab = range(options.served_model.vocab)
     return [
         Request(
@@ -44,6 +48,7 @@ def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
             num_generate=row.num_generate,
             arrival=row.arrival * options.time_scale,
             lora=loras.choice([None, *range(options.lora)]),
+            sampling=SamplingParams(temperature, top_k, top_p, seeds.getrandbits(63)),
         )
-        for i, row in enumerate(rows)
+        for i, (row, (temperature, top_k, top_p)) in enumerate(zip(rows, settings, strict=False))
     ]

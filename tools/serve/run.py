@@ -44,6 +44,7 @@ from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
+from ..engine.defragmenter import Defragmenter
 from ..engine.drafts import Drafter
 from ..engine.engine import ReferenceEngine
 from ..engine.kv_cache import LayerCache, allocate_layer_caches
@@ -150,7 +151,8 @@ def start_service(
             prepared.watch(name, tensor)
         with starting(console, events) as show:
             show("warming up and capturing")
-            prepared.warm_up(buffers.padding, [_sampling_task(prepared, model)])
+            tasks = _warmup_tasks(engine, model)
+            prepared.warm_up(buffers.padding, tasks, skip=options.skip_warmup or ())
             prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:
@@ -186,12 +188,15 @@ def service_report(
     if options.hf is not None and options.verify != "none":
         from .hugging_face import compare_with_generate
 
-        some = requests if options.verify == "all" else requests[:SAMPLED_REQUESTS]
+        some = [request for request in requests if request.sampling.temperature == 0]
+        some = some if options.verify == "all" else some[:SAMPLED_REQUESTS]
         model = own_model(options, find_device(options.device))
         generated = compare_with_generate(model, some)
+    defragmenter = service.engine.defragmenter
     report = build_report(
         generated=generated,
         speculation=speculation,
+        swaps=None if defragmenter is None else defragmenter.swaps,
         options=options,
         prepared={**prepared.report(), "sizes": suggested_sizes(prepared)},
         phases=phases,
@@ -366,17 +371,16 @@ def _build(
     return model, layers, buffers
 
 
-def _sampling_task(prepared: PreparedModel, model: Any) -> AuxiliaryTask:
-    """The warm-up task outside of the model: sampling for decode sizes."""
-    entries = prepared.dispatcher.plan.entries
-    sizes = [each.descriptor.num_tokens for each in entries if each.mode == RuntimeMode.FULL]
+def _warmup_tasks(engine: ReferenceEngine, model: Any) -> list[AuxiliaryTask]:
+    """Warm-up outside of the model: sampling for decode sizes, and swaps of blocks."""
+    scheduler, entries = engine.scheduler, engine.prepared.dispatcher.plan.entries
+    most = scheduler.max_num_reqs * (1 + (scheduler.drafter.longest if scheduler.drafter else 0))
+    full = [entry.descriptor.num_tokens for entry in entries if entry.mode == RuntimeMode.FULL]
     hidden = model.head.weight.new_zeros(1, model.head.weight.shape[1])
-    return AuxiliaryTask(
-        "sampler",
-        tuple(dict.fromkeys((1, *sizes))),
-        "sampling follows each step that completes a row",
-        lambda rows: model.logits(hidden.expand(rows, -1)).argmax(dim=-1),
+    sampling = engine.sampler.warmup(
+        lambda rows: model.logits(hidden.expand(rows, -1)), [min(size, most) for size in full]
     )
+    return [sampling, *([engine.defragmenter.warmup()] if engine.defragmenter else [])]
 
 
 def _engine(
@@ -391,10 +395,14 @@ def _engine(
     clock = Clock()
     every = 1 if options.verify == "all" else SAMPLE_EVERY
     verifier = Verifier(prepared, model, layers, clock=clock, every=every)
-    run = prepared.run if options.verify == "none" else verifier.run
+    defragmenter = None
+    if options.defragment is not None:
+        defragmenter = Defragmenter(scheduler.blocks, layers, options.defragment)
     kind = OverlappingEngine if options.overlap else ReferenceEngine
     kind = BucketEngine if options.buckets else kind
-    engine = kind(prepared, model.logits, scheduler, buffers, clock, run)
+    engine = kind(prepared, model.logits, scheduler, buffers, clock, defragmenter)
+    if options.verify != "none":
+        engine.run = verifier.run
     return engine, verifier.result
 
 

@@ -33,8 +33,8 @@ def test_the_plan_runs_in_order_with_progress(make: Any) -> None:
         ("capture", "PIECEWISE 2"),
         ("capture", "FULL 8"),
         ("capture", "FULL 2"),
-        ("auxiliary", "sampler 1"),
-        ("auxiliary", "sampler 4"),
+        ("sampler", "1"),
+        ("sampler", "4"),
     ]
     assert all(item["why"] for item in plan)
     steps = facts(served, "warmup")
@@ -66,12 +66,14 @@ def test_memory_that_an_item_gives_back_is_shown_as_released(make: Any) -> None:
 def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
     served = make((2, 8), strategy="eager")
     done: list[Any] = []
-    served.prepared.warm_up(None, [task(done, 1)], skip=["capture", "auxiliary"])
+    other, empty = AuxiliaryTask("other", [2], "", done.append), AuxiliaryTask("e", [], "", print)
+    served.prepared.warm_up(None, [task(done, 1), other, empty], skip=["capture", "sampler"])
     skipped = {fact["kind"]: fact for fact in facts(served, "warmup.skipped")}
-    assert sorted(skipped) == ["auxiliary", "capture"]
+    assert list(skipped) == ["capture", "sampler", "e"]
+    assert (skipped["sampler"]["shapes"], skipped["e"]["shapes"]) == (["1"], [])
     assert skipped["capture"]["shapes"] == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
     assert "without a graph" in skipped["capture"]["cost"]
-    assert done == []
+    assert done == [2]
     assert served.captures == []
     assert served.decode(2) == "NONE 2"
 
@@ -184,7 +186,7 @@ def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
 @pytest.mark.parametrize("skip", ["ranges", "captures"])
 def test_an_unknown_kind_to_skip_is_refused(make: Any, skip: str) -> None:
     served = make((8,))
-    with pytest.raises(InvalidSetting, match="Choose one of range, capture, auxiliary"):
+    with pytest.raises(InvalidSetting, match="Choose one of range, capture"):
         served.prepared.warm_up(skip=[skip])
     assert served.captures == []
 
