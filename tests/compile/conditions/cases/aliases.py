@@ -9,6 +9,9 @@ def by(gain):
     return lambda x: x * gain
 def both(gain):
     return (lambda x: x * gain), (lambda x: x + gain)
+def local():
+    def double(x): return x * 2
+    return double
 """
 
 
@@ -40,6 +43,10 @@ CASES = {
         "<<KNOWN[0]|[1, 2]>>",
         "x * 2 if any(self.value is k for k in KNOWN) else x",
         "KNOWN = [[1, 2]]\n",
+    ),
+    "function_that_is_a_global": of_global("local()", "local()"),
+    "function_that_is_another": of_two(
+        "self.a = local(); self.b = <<self.a|local()>>", "x * 2 if self.a is self.b else x"
     ),
     "tensor_that_is_a_global": of_global("torch.ones(8)", "torch.ones(8)"),
     "class_attribute_that_is_held": """

@@ -12,6 +12,8 @@ ATTRIBUTES = {
     "frozenset": ("frozenset({<<'double'|'other'>>})", "x * 2 if 'double' in self.value else x"),
     "slice": ("slice(0, <<2|3>>)", "x * x[:, self.value].sum()"),
     "enum": ("Kind.<<ONE|TWO>>", "x * self.value.value"),
+    "enum_compared": ("Kind.<<ONE|TWO>>", "x * 2 if self.value is Kind.ONE else x"),
+    "flag": ("Bits.<<A|B>>", "x * 2 if self.value & Bits.A else x"),
     "object_in_object": ("Options(Options(<<2.0|3.0>>))", "x * self.value.gain.gain"),
     "object_in_list": ("[Options(<<2.0|3.0>>)]", "x * self.value[0].gain"),
     "class_of_object": ("<<Options|Other>>(2.0)", "self.value.apply(x)"),
@@ -52,6 +54,9 @@ ATTRIBUTE_MODULE = """
 class Kind(enum.Enum):
     ONE = 1.5
     TWO = 2.5
+class Bits(enum.Flag):
+    A = 1
+    B = 2
 @dataclasses.dataclass
 class Options:
     gain: object

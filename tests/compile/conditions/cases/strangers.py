@@ -110,6 +110,11 @@ CASES = {
         "x * 2 if type(self.o) is tuple else x",
         "P = collections.namedtuple('P', 'a b')\n",
     ),
+    "sentinel_of_a_library": holding(
+        "o",
+        "<<dataclasses.MISSING|NotImplemented>>",
+        "x * 2 if self.o is dataclasses.MISSING else x",
+    ),
     "item_of_a_subclass_of_dict": holding(
         "o",
         "D(a=1.0)",
