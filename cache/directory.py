@@ -17,7 +17,6 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CacheNotWritable
@@ -30,13 +29,6 @@ from .signing import Trust, trust_all
 
 USE_RESOLUTION = 60.0
 """Seconds between two records of an entry's use: saves a write per lookup."""
-
-Fault = Callable[[str], None]
-"""Called with the name of each step of a publish; tests pass one that kills the process."""
-
-
-def no_fault(step: str) -> None:
-    """The fault hook in production."""
 
 
 class DirectoryLayer:
@@ -54,14 +46,12 @@ class DirectoryLayer:
         name: str | None = None,
         failures: Failures = "ignore",
         writable: bool = False,
-        fault: Fault = no_fault,
     ) -> None:
         self.root = root
         self.name = name or f"shared:{root}"
         self.failures: Failures = failures
         self.writable = writable
         self._trust = trust
-        self._fault = fault
 
     def read(self, name: str, limit: int) -> bytes:
         return read_file(self.root / name, limit)
@@ -96,16 +86,13 @@ class DirectoryLayer:
                     os.utime(self.root / blob_name(ref.sha256))
                 except FileNotFoundError:
                     self._put_blob(scratch, ref, content)
-        self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
         self._put(scratch / "blob", content, blob_name(ref.sha256))
 
     def _put(self, temporary: Path, content: bytes, name: str) -> None:
         write_synced(temporary, [content])
-        self._fault(f"{temporary.name} written")
         place(temporary, self.root / name)
-        self._fault(f"{temporary.name} placed")
 
     def file(self, ref: BlobRef, content: bytes) -> Path | None:
         """The file of a blob; touching it protects it from eviction for the grace period.
@@ -148,9 +135,7 @@ class DirectoryLayer:
         return True
 
 
-def private_directory(
-    root: Path, fault: Fault = no_fault, trust: Trust = trust_all
-) -> DirectoryLayer:
+def private_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer:
     """The private directory at `root`, created if missing.
 
     Symbolic links are resolved once, here. Raises UntrustedDirectory or CacheNotWritable.
@@ -163,7 +148,7 @@ def private_directory(
             pass
     except OSError as error:
         raise CacheNotWritable(path=root, reason=error.strerror or error) from error
-    return DirectoryLayer(resolved, trust, name="private", writable=True, fault=fault)
+    return DirectoryLayer(resolved, trust, name="private", writable=True)
 
 
 def read_only_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import FullModeUnsupported
@@ -56,63 +56,49 @@ def resolve_mode(
 
     Raises FullModeUnsupported if FULL is requested and some group can never be captured.
     """
-    resolution = _Resolution(requested, LEVEL_MODES[level])
+    mode = LEVEL_MODES[level] if requested is None else requested
+    changes = []
+    if requested is None:
+        changes.append(ModeChange(None, mode, "the optimization level's default"))
     if eager:
-        resolution.to(
-            GraphMode.NONE, "without compiling there are graphs only if graph_mode is set"
-        )
-        return resolution.resolved()
-    if varlen_decode and resolution.mode is GraphMode.FULL:
-        why = "decode of different query lengths has separate graphs"
-        resolution.to(GraphMode.FULL_AND_PIECEWISE, why)
-    _apply_attention(resolution, support, query_len, varlen_decode)
-    if resolution.mode.needs_pieces and not pieces:
-        both = resolution.mode is GraphMode.FULL_AND_PIECEWISE
-        after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
-        resolution.to(after, "the model contains none of the splitting ops, so there are no pieces")
-    return resolution.resolved()
+        why = "without compiling there are graphs only if graph_mode is set"
+        lower: Iterable[tuple[GraphMode, str]] = [(GraphMode.NONE, why)]
+    else:
+        lower = _lower_modes(mode, support, pieces, query_len, varlen_decode)
+    for after, why in lower:
+        if after is not mode:
+            changes.append(ModeChange(mode, after, why))
+            mode = after
+    return ResolvedMode(requested, mode, tuple(changes))
 
 
-class _Resolution:
-    """The mode so far, and the changes that led to it."""
-
-    def __init__(self, requested: GraphMode | None, default: GraphMode) -> None:
-        self.requested = requested
-        self.mode = default
-        self.changes: list[ModeChange] = []
-        if requested is None:
-            self.changes.append(ModeChange(None, default, "the optimization level's default"))
-        else:
-            self.mode = requested
-
-    def to(self, mode: GraphMode, why: str) -> None:
-        if mode is not self.mode:
-            self.changes.append(ModeChange(self.mode, mode, why))
-            self.mode = mode
-
-    def resolved(self) -> ResolvedMode:
-        return ResolvedMode(self.requested, self.mode, tuple(self.changes))
-
-
-def _apply_attention(
-    resolution: _Resolution,
+def _lower_modes(
+    mode: GraphMode,
     support: Mapping[str, AttentionSupport],
+    pieces: bool,
     query_len: int,
     varlen_decode: bool,
-) -> None:
-    """Lower FULL routines to what the least capable attention group can run inside a graph."""
+) -> Iterator[tuple[GraphMode, str]]:
+    """The modes that `mode` is lowered to, one after the other, each with the reason."""
+    if varlen_decode and mode is GraphMode.FULL:
+        mode = GraphMode.FULL_AND_PIECEWISE
+        yield mode, "decode of different query lengths has separate graphs"
     group = min(support, key=lambda name: support[name], default="")
     least = support[group] if support else AttentionSupport.ALWAYS
-    if resolution.mode.decode is not RuntimeMode.FULL or least is AttentionSupport.ALWAYS:
-        return
-    can = f"attention group {group!r} supports {least.name}"
-    if resolution.mode is GraphMode.FULL:
-        if least is AttentionSupport.NEVER:
-            raise FullModeUnsupported(group=group)
-        resolution.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
-    if not _decode_can_be_full(least, query_len, varlen_decode):
-        why = f"{can}, so decode of query length {query_len} cannot be FULL"
-        resolution.to(GraphMode.PIECEWISE, why)
+    if mode.decode is RuntimeMode.FULL and least is not AttentionSupport.ALWAYS:
+        can = f"attention group {group!r} supports {least.name}"
+        if mode is GraphMode.FULL:
+            if least is AttentionSupport.NEVER:
+                raise FullModeUnsupported(group=group)
+            mode = GraphMode.FULL_AND_PIECEWISE
+            yield mode, f"{can}, so mixed batches cannot be FULL"
+        if not _decode_can_be_full(least, query_len, varlen_decode):
+            mode = GraphMode.PIECEWISE
+            yield mode, f"{can}, so decode of query length {query_len} cannot be FULL"
+    if mode.needs_pieces and not pieces:
+        both = mode is GraphMode.FULL_AND_PIECEWISE
+        after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
+        yield after, "the model contains none of the splitting ops, so there are no pieces"
 
 
 def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:

@@ -25,11 +25,10 @@ from ..ir.serialization import dtype_name
 from ..trace.symbols import Sizes, input_at, size_at
 
 
-@dataclass(frozen=True)
-class ShapeDifference:
-    """A node whose value at `sizes` differs from the trace."""
+@dataclass(eq=False)
+class ShapeDifference(Exception):
+    """A node whose value differs from the trace."""
 
-    sizes: Sizes
     where: str | None
     actual: str
     expected: str
@@ -50,17 +49,15 @@ def difference_at(graph: GraphModule, sizes: Sizes) -> ShapeDifference | None:
 
     Where a shape depends on data, only the nodes before it are compared.
     """
+    inputs = (input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder"))
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        run = _Run(graph, sizes)
         try:
-            run.run(*(input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder")))
-        except (_Differs, DynamicOutputShapeException):
-            return run.difference
+            _Run(graph, sizes).run(*inputs)
+        except ShapeDifference as difference:
+            return difference
+        except DynamicOutputShapeException:
+            return None
     return None
-
-
-class _Differs(Exception):
-    pass
 
 
 class _Run(Interpreter):
@@ -69,7 +66,6 @@ class _Run(Interpreter):
     def __init__(self, graph: GraphModule, sizes: Sizes) -> None:
         super().__init__(graph)
         self._sizes = sizes
-        self.difference: ShapeDifference | None = None
 
     def run_node(self, n: Node) -> Any:
         expected = self._form(n.meta.get("example_value"))
@@ -81,15 +77,10 @@ class _Run(Interpreter):
             if isinstance(n.target, HigherOrderOperator):
                 raise DynamicOutputShapeException(n.target) from error  # type: ignore[arg-type]
             reason = f"an error ({first_line(error)})"
-            raise self._differs(n, reason, expected) from error
+            raise ShapeDifference(node_location(n), reason, str(expected)) from error
         if expected is not None and (actual := self._form(value)) != expected:
-            raise self._differs(n, actual, expected)
+            raise ShapeDifference(node_location(n), str(actual), expected)
         return value
-
-    def _differs(self, node: Node, actual: str | None, expected: str | None) -> _Differs:
-        where = node_location(node)
-        self.difference = ShapeDifference(self._sizes, where, str(actual), str(expected))
-        return _Differs()
 
     def _form(self, value: Any) -> str | None:
         """Shape and dtype as text; None for a value without a shape or one that depends on data."""

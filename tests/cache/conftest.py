@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Key
+from piecegraph.cache import Cache, Key, directory
 from piecegraph.cache.signing import SigningKey, TrustedKeys
 from piecegraph.events import Events
 
@@ -18,6 +19,23 @@ META = {"compile_seconds": 2.5, "signature": ["f32[s0, 64]"]}
 
 def numbered(number: int) -> Key:
     return Key.of("codegen", {"number": number})
+
+
+@contextmanager
+def at_each_step(call: Callable[[str], object]) -> Iterator[None]:
+    """Calls `call` after each step of a publish inside: "blob written", "manifest placed", …"""
+
+    def followed(step: Callable[..., None], done: str) -> Callable[..., None]:
+        def run(path: Path, *rest: object) -> None:
+            step(path, *rest)
+            call(f"{path.name} {done}")
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "write_synced", followed(directory.write_synced, "written"))
+        patch.setattr(directory, "place", followed(directory.place, "placed"))
+        yield
 
 
 @pytest.fixture

@@ -13,19 +13,18 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
 
 from .children import die, fork, status
-from .conftest import BLOBS, META, numbered
+from .conftest import BLOBS, META, at_each_step, numbered
 
-STEPS = ["blob written", "blob placed", "manifest written", "manifest placed", "done"]
+STEPS = ["blob written", "blob placed", "manifest written", "manifest placed"]
 
 
 def dying_at(step: str, nth: int) -> Callable[[str], None]:
-    """A fault hook that kills the process the `nth` time a publish reaches `step`."""
+    """Kills the process the `nth` time a publish reaches `step`."""
     left = [nth]
 
     def fault(reached: str) -> None:
@@ -38,13 +37,14 @@ def dying_at(step: str, nth: int) -> Callable[[str], None]:
 
 def test_the_steps_are_all_the_steps(root: Path, events: Events, key: Key) -> None:
     seen: list[str] = []
-    Cache(private_directory(root, seen.append), events).publish("artifact", key, META, BLOBS)
+    with at_each_step(seen.append):
+        Cache(root, events).publish("artifact", key, META, BLOBS)
     assert sorted(set(seen), key=seen.index) == STEPS
     assert seen.count("blob written") == len(BLOBS)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, "done"])
 def test_failure_W8_writer_killed_at_a_step(
     root: Path, events: Events, key: Key, step: str, nth: int
 ) -> None:
@@ -52,9 +52,9 @@ def test_failure_W8_writer_killed_at_a_step(
         nth = 1
 
     def write() -> None:
-        Cache(private_directory(root, dying_at(step, nth)), Events()).publish(
-            "artifact", key, META, BLOBS
-        )
+        with at_each_step(dying_at(step, nth)):
+            Cache(root, Events()).publish("artifact", key, META, BLOBS)
+        die()
 
     assert status(fork(write)) == -signal.SIGKILL
 

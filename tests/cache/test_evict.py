@@ -11,14 +11,13 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
-from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
 
-from .conftest import numbered
+from .conftest import at_each_step, numbered
 
 KB = 1024
 
@@ -99,8 +98,9 @@ def test_blob_of_an_unfinished_publish_stays(root: Path, events: Events) -> None
             evict(root, Limits(size=0), events)
             assert size(root) == before > 0
 
-    cache = Cache(private_directory(root, evict_all), events)
-    cache.publish("artifact", numbered(0), {}, {"x": b"new"})
+    cache = Cache(root, events)
+    with at_each_step(evict_all):
+        cache.publish("artifact", numbered(0), {}, {"x": b"new"})
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 
 

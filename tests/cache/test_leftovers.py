@@ -13,7 +13,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
-from piecegraph.cache.directory import DirectoryLayer, private_directory
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
@@ -21,7 +21,7 @@ from piecegraph.events import Events
 from piecegraph.tools.cache_image import export_image
 
 from .children import die, fork, status
-from .conftest import BLOBS, numbered
+from .conftest import BLOBS, at_each_step, numbered
 
 
 def die_at(wanted: str) -> Callable[[str], None]:
@@ -37,8 +37,9 @@ def kill_in(work: Callable[[], None]) -> None:
 
 
 def publish(root: Path, number: int = 0, step: str = "") -> None:
-    cache = Cache(private_directory(root, die_at(step)), Events())
-    cache.publish("artifact", numbered(number), {}, BLOBS)
+    cache = Cache(root, Events())
+    with at_each_step(die_at(step)):
+        cache.publish("artifact", numbered(number), {}, BLOBS)
 
 
 def test_next_start_removes_the_files_of_a_killed_publish(root: Path) -> None:
@@ -55,8 +56,9 @@ def test_files_of_a_running_publish_stay(root: Path) -> None:
             assert status(fork(lambda: evict_all(root))) == 0
             assert set((root / "tmp").rglob("*")) == before
 
-    cache = Cache(private_directory(root, start_another), Events())
-    cache.publish("artifact", numbered(0), {}, BLOBS)
+    cache = Cache(root, Events())
+    with at_each_step(start_another):
+        cache.publish("artifact", numbered(0), {}, BLOBS)
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 
 

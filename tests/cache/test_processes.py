@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry
-from piecegraph.cache.directory import private_directory
 from piecegraph.cache.evict import Limits
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
@@ -25,7 +24,7 @@ from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
 
 from .children import die, fork, run_all, status
-from .conftest import numbered
+from .conftest import at_each_step, numbered
 
 pytestmark = pytest.mark.slow
 
@@ -208,8 +207,9 @@ def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -
                 if path.is_file():
                     path.unlink()
 
-    writer = Cache(private_directory(root, evict_all), events)
-    writer.publish("artifact", numbered(2), {}, {"x": b"shared"})
+    writer = Cache(root, events)
+    with at_each_step(evict_all):
+        writer.publish("artifact", numbered(2), {}, {"x": b"shared"})
     assert isinstance(writer.lookup("artifact", numbered(2)), Entry)
 
 

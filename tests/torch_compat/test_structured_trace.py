@@ -5,16 +5,34 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
+from piecegraph.torch_compat.basics.structured_trace import (
+    TRACE_LOGGER,
+    listening,
+    write_artifact,
+)
 
 
 def test_logger_is_the_one_torch_writes_to() -> None:
     from torch._logging._internal import trace_log
 
     assert trace_log.name == TRACE_LOGGER
+
+
+def test_a_listener_hears_each_record_and_may_stop_what_writes_it() -> None:
+    heard: list[Any] = []
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("stop")
+
+    with listening(lambda metadata, _: heard.append(metadata)):
+        write_artifact("one", "string", lambda: "text")
+    with listening(refuse), pytest.raises(ValueError, match="stop"):
+        write_artifact("two", "string", lambda: "text")
+    assert [each["artifact"]["name"] for each in heard if "artifact" in each] == ["one"]
 
 
 def test_asking_does_not_import_torch() -> None:

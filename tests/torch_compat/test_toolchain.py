@@ -184,20 +184,6 @@ def test_headers_used_longest_ago_are_removed_when_one_is_made(
     assert headers_in(directory) == {"old.h.gch", "newest.h.gch"}
 
 
-def test_a_header_in_use_is_not_removed(tmp_path: Path, made_headers: list[str]) -> None:
-    directory = tmp_path / "precompiled_headers"
-    with toolchain.precompiled_headers_in(tmp_path):
-        precompile("used.h")
-        os.utime(directory / "used.h.gch", (0, 1000))
-        with toolchain.precompiled_headers_in(tmp_path):
-            for name in "ab":
-                precompile(f"{name}.h")
-        assert headers_in(directory) == {"used.h.gch", "a.h.gch", "b.h.gch"}
-    with toolchain.precompiled_headers_in(tmp_path):
-        precompile("c.h")
-    assert "used.h.gch" not in headers_in(directory)
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_header_has_its_name_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 FIRST_FRAME = 1000
 """Frame ids of our compile ids begin here; Dynamo's begin at 0."""
@@ -23,6 +25,30 @@ def trace_is_on() -> bool:
 
     # until the first record torch keeps a handler even if it has no output
     return any(getattr(h, "root_dir", "") is not None for h in trace_log.handlers)
+
+
+class _Listener(logging.Handler):
+    root_dir = None  # as in torch's own handlers: nothing is written
+
+    def __init__(self, hear: Callable[[Mapping[str, Any], Any], None]) -> None:
+        super().__init__()
+        self._hear = hear
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Take no handler lock, and let an error of `hear` reach the code that compiles."""
+        self._hear(getattr(record, "metadata", {}), record)
+        return True
+
+
+@contextmanager
+def listening(hear: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
+    """Call `hear(metadata, record)` for each record of the trace. Imports nothing of torch."""
+    logger, listener = logging.getLogger(TRACE_LOGGER), _Listener(hear)
+    logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
 
 
 def write_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import inspect
 import os
@@ -11,7 +10,7 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +137,24 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
     directory = toolchain / "precompiled_headers"
     # torch's own function remembers headers that were made in other directories
     build = functools.cache(inspect.unwrap(codecache._precompile_header))
-    with ExitStack() as in_use:
 
-        def precompile(header: str, *command: Any, **options: Any) -> str:
-            before = set(directory.glob("*.gch"))
-            plain: str = build(header, *command, **options)
-            made = Path(f"{plain}.gch")
-            _keep_in_use(made, in_use)
-            if made not in before:
-                _remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
-            return plain
+    def precompile(header: str, *command: Any, **options: Any) -> str:
+        before = set(directory.glob("*.gch"))
+        plain: str = build(header, *command, **options)
+        made = Path(f"{plain}.gch")
+        with suppress(OSError):  # another process has removed it
+            os.utime(made)
+        if made not in before:
+            _remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
+        return plain
 
-        with (
-            replaced(codecache, "_HEADER_DIR", str(directory)),
-            replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
-            replaced(codecache, "_precompile_header", precompile),
-            _complete_headers(),
-        ):
-            yield
+    with (
+        replaced(codecache, "_HEADER_DIR", str(directory)),
+        replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
+        replaced(codecache, "_precompile_header", precompile),
+        _complete_headers(),
+    ):
+        yield
 
 
 @contextmanager
@@ -182,17 +181,8 @@ def _complete_headers() -> Iterator[None]:
         yield
 
 
-def _keep_in_use(file: Path, until: ExitStack) -> None:
-    """Note that `file` is used now, and lock it against removal."""
-    with suppress(OSError):  # another process has removed it
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        until.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.utime(descriptor)
-
-
 def _remove_oldest(directory: Path, pattern: str, limit: int) -> None:
-    """Remove the files used longest ago beyond `limit` bytes, none that a process has locked."""
+    """Remove the files used longest ago beyond `limit` bytes."""
     files = []
     for file in directory.glob(pattern):
         with suppress(OSError):  # another process removes them at the same time
@@ -201,9 +191,7 @@ def _remove_oldest(directory: Path, pattern: str, limit: int) -> None:
     for facts, file in sorted(files, key=lambda each: each[0].st_mtime, reverse=True):
         total += facts.st_size
         if total > limit:
-            with suppress(OSError), file.open("rb") as opened:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _publish(directory: Path, name: str, content: bytes) -> None:

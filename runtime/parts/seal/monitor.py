@@ -14,7 +14,8 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from ....config import AfterSeal
 from ....errors import WorkAfterSeal
 from ....torch_compat.basics.devices import graph_classes
-from ....torch_compat.basics.structured_trace import TRACE_LOGGER
+from ....torch_compat.basics.structured_trace import listening
 from ...backends.protocol import GraphBackend
 from ...core.allowed_work import WorkKind, is_compilation_allowed
 from ...core.records import Records
@@ -51,8 +52,7 @@ class Monitor:
         self._backend = backend
         self._context = context
         self._thread: int | None = None
-        self._handler: _TraceHandler | None = None
-        self._hooks: list[_Hook] = []
+        self._watching = ExitStack()
 
     @property
     def started(self) -> bool:
@@ -64,26 +64,39 @@ class Monitor:
         if self._thread is None:
             self._thread = threading.get_ident()
             self._records.events.emit("seal")
-            self._handler = _TraceHandler(self._saw)
-            logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
+            self._watching.enter_context(listening(self._hear))
             classes = graph_classes()
             if (own := self._backend.graph_class) is None:
-                self._hooks.append(_Hook(type(self._backend), "begin", self._saw_begin))
+                self._hook(type(self._backend), "begin", self._saw_begin)
             else:
                 classes.setdefault(own, f"a graph of {own.__name__}")
             for graph_class, name in classes.items():
-                saw = partial(self._saw_graph, name)
-                self._hooks.append(_Hook(graph_class, "capture_begin", saw))
-            if knobs := _triton_knobs():
-                self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
+                self._hook(graph_class, "capture_begin", partial(self._saw_graph, name))
+            # Triton's settings if it is loaded: the engine's own kernels load it
+            if knobs := getattr(sys.modules.get("triton"), "knobs", None):
+                self._hook(knobs.compilation, "listener", self._saw_triton)
 
     def stop(self) -> None:
         """Stop watching. Idempotent."""
-        if self._handler is not None:
-            logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
-            self._thread = self._handler = None  # no cycle keeps the layers alive
-            while self._hooks:
-                self._hooks.pop().stop()
+        self._thread = None
+        self._watching.close()  # no cycle keeps the layers alive
+
+    def _hook(self, owner: Any, name: str, saw: Callable[..., None]) -> None:
+        self._watching.callback(_Hook(owner, name, saw).stop)
+
+    def _hear(self, metadata: Mapping[str, Any], record: Any) -> None:
+        """Find the beginning of tracing, compiling and autotuning in torch's structured trace."""
+        if "dynamo_start" in metadata:
+            again = metadata.get("frame_compile_id", 0) > 0
+            kind = WorkKind.RECOMPILE if again else WorkKind.TRACE
+            self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
+        elif "chromium_event" in metadata:
+            event = json.loads(record.payload)
+            work = _SPANS.get(event["name"])
+            if event["name"].endswith("_template_autotuning"):
+                work = WorkKind.AUTOTUNING
+            if work and event["ph"] == "B":
+                self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
 
     def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
         if not cache_hit:
@@ -110,32 +123,6 @@ class Monitor:
         if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"
             raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
-
-
-class _TraceHandler(logging.Handler):
-    """Finds the beginning of tracing, compiling and autotuning in torch's structured trace."""
-
-    root_dir = None  # as in torch's own handlers: nothing is written
-
-    def __init__(self, saw: Callable[[WorkKind, str], None]) -> None:
-        super().__init__()
-        self._saw = saw
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Take no handler lock, and let an error of `saw` reach the code that compiles."""
-        metadata: dict[str, Any] = getattr(record, "metadata", {})
-        if "dynamo_start" in metadata:
-            again = metadata.get("frame_compile_id", 0) > 0
-            kind = WorkKind.RECOMPILE if again else WorkKind.TRACE
-            self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
-        elif "chromium_event" in metadata:
-            event = json.loads(record.payload)  # type: ignore[attr-defined]
-            work = _SPANS.get(event["name"])
-            if event["name"].endswith("_template_autotuning"):
-                work = WorkKind.AUTOTUNING
-            if work and event["ph"] == "B":
-                self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
-        return True
 
 
 class _Hook:
@@ -168,11 +155,6 @@ class _Hook:
         return getattr(getattr(self._owner, self._name), "piecegraph_hook", None)
 
 
-def _triton_knobs() -> Any:
-    """Triton's settings if it is loaded; the engine's own kernels load it."""
-    return getattr(sys.modules.get("triton"), "knobs", None)
-
-
 def _traced(stack: list[dict[str, Any]]) -> str:
     """The function that Dynamo traces, from the stack in its record."""
     if not stack:
@@ -189,7 +171,8 @@ def _shape(context: ForwardContext) -> str:
 def _frames() -> list[traceback.FrameSummary]:
     """The caller's frames without those of torch, logging and this package."""
     package = Path(__file__).parents[3]
-    ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
+    parts = ("runtime/", "compile/", "torch_compat/", "events.py")
+    ours = tuple(f"{package}/{part}" for part in parts)
     others = ("/torch/", "/logging/", "/triton/")
     return [
         frame

@@ -9,25 +9,6 @@ from ....dispatch import PlanEntry, RuntimeMode
 from .wanted import GraphState
 
 
-class CaptureCosts:
-    """Milliseconds that captures took, by mode and size; estimates later captures."""
-
-    def __init__(self) -> None:
-        self._measured: dict[RuntimeMode, dict[int, float]] = {}
-
-    def measured(self, mode: RuntimeMode, num_tokens: int, ms: float) -> None:
-        self._measured.setdefault(mode, {})[num_tokens] = ms
-
-    def estimate(self, mode: RuntimeMode, num_tokens: int) -> float:
-        """The cost of the nearest measured size of the mode, the larger of two; 0 without any.
-
-        Capturing is host work, one launch after another: sizes differ little, modes much.
-        """
-        by_size = self._measured.get(mode, {})
-        nearest = min(by_size, key=lambda n: (abs(n - num_tokens), -n), default=None)
-        return 0.0 if nearest is None else by_size[nearest]
-
-
 class CaptureBudget:
     """What is left for captures in one gap: a number of them, and milliseconds by estimate."""
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 
+from ....dispatch import RuntimeMode
 from ...capture.captures import Captures
 from ...capture.session import CaptureSession
-from .admitted import CaptureCosts
 from .graph_memory import GraphMemory
 from .wanted import CaptureQueue
 
 
 class CountedCaptures:
-    """Captures and frees graphs; updates `queue`, `memory` and `costs`."""
+    """Captures and frees graphs; updates `queue` and `memory`."""
 
     def __init__(self, captures: Captures, queue: CaptureQueue) -> None:
         self.captures = captures
         self.queue = queue
         self.memory = GraphMemory(captures.plan)
-        self.costs = CaptureCosts()
+        self.ms: dict[RuntimeMode, dict[int, float]] = {}
+        """Milliseconds that captures took, by mode and size."""
         self._refused: set[int] = set()
 
     def capture(self, graph_index: int, session: CaptureSession, *, serving: bool = True) -> bool:
@@ -27,7 +28,7 @@ class CountedCaptures:
         captures.step = self.queue.step
         outcome = captures.capture(graph_index, session, serving=serving)
         entry = captures.plan.entries[graph_index]
-        self.costs.measured(entry.mode, entry.descriptor.num_tokens, outcome.ms)
+        self.ms.setdefault(entry.mode, {})[entry.descriptor.num_tokens] = outcome.ms
         if outcome.record is None:
             self.queue.failed(graph_index)
             captures.failed(graph_index, outcome, None if state.dropped else state.retry_at)
@@ -57,9 +58,15 @@ class CountedCaptures:
             )
 
     def estimate(self, graph_index: int) -> float:
-        """Milliseconds that a capture is expected to take."""
+        """Milliseconds that a capture is expected to take; 0 without a measured one of its mode.
+
+        Those of the nearest size, the larger of two. Capturing is host work, one launch after
+        another: sizes differ little, modes much.
+        """
         entry = self.captures.plan.entries[graph_index]
-        return self.costs.estimate(entry.mode, entry.descriptor.num_tokens)
+        by_size, size = self.ms.get(entry.mode, {}), entry.descriptor.num_tokens
+        nearest = min(by_size, key=lambda n: (abs(n - size), -n), default=None)
+        return 0.0 if nearest is None else by_size[nearest]
 
     def release_pool(self) -> None:
         """Give back the memory of the pool, which has no graph any more."""

@@ -31,8 +31,8 @@ from piecegraph.errors import (
 )
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.static_inputs import split_buffers
-from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER
 from piecegraph.runtime.parts.strategies.wanted import RETRY_STEPS
+from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 
 FAULT = ValueError("no such block")
 

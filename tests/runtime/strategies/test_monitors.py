@@ -21,7 +21,7 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.allowed_work import allow_compilation
-from piecegraph.runtime.parts.seal.monitor import TRACE_LOGGER
+from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from piecegraph import Batch, GraphMode, RuntimeMode
 from piecegraph.config import STRATEGIES
 from piecegraph.dispatch import CaptureStrategy, make_plan
 from piecegraph.errors import BatchInvalid, CaptureAfterSeal
-from piecegraph.runtime.parts.strategies.admitted import CaptureCosts
+from piecegraph.runtime.parts.strategies.counted import CountedCaptures
 from piecegraph.runtime.parts.strategies.wanted import (
     FADE_STEPS,
     GIVE_UP_AFTER,
@@ -110,14 +111,13 @@ def test_idle_milliseconds_go_by_what_captures_took(make: Any) -> None:
 
 
 def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode() -> None:
-    costs = CaptureCosts()
-    assert costs.estimate(RuntimeMode.FULL, 8) == 0
-    costs.measured(RuntimeMode.PIECEWISE, 8, 99.0)
-    costs.measured(RuntimeMode.FULL, 4, 10.0)
-    costs.measured(RuntimeMode.FULL, 8, 20.0)
-    assert [costs.estimate(RuntimeMode.FULL, n) for n in (1, 5, 6, 100)] == [10, 10, 20, 20]
-    costs.measured(RuntimeMode.FULL, 4, 11.0)
-    assert costs.estimate(RuntimeMode.FULL, 4) == 11
+    plan = make_plan(GraphMode.FULL, (1, 5, 6, 100), max_num_reqs=100)
+    captures: Any = SimpleNamespace(plan=plan)
+    counted = CountedCaptures(captures, CaptureQueue(CaptureStrategy.LAZY, plan))
+    counted.ms[RuntimeMode.PIECEWISE] = {8: 99.0}
+    assert counted.estimate(0) == 0
+    counted.ms[RuntimeMode.FULL] = {4: 10.0, 8: 20.0}
+    assert [counted.estimate(index) for index in range(4)] == [20, 20, 10, 10]
 
 
 def test_an_eager_queue_has_nothing_between_steps() -> None:
