@@ -15,7 +15,7 @@ from ..compile.conditions import test_conditions
 from ..compile.conditions.cases import sources, unread_sources
 from ..compile.conditions.test_adversary import ADVERSARY, write
 
-SAMPLE_EVERY = 7
+SAMPLE_EVERY = 16
 """Of the cases in the order of their names."""
 LONGEST = 400
 """Characters of a reason; of a longer one a hash of the whole follows."""

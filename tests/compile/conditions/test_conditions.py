@@ -105,9 +105,9 @@ def test_there_are_cases_enough() -> None:
     assert len(sources()) >= 120
 
 
-def each_third(cases: Iterable[str]) -> list[Any]:
-    """All cases; `make test` takes every third, and those that are never cached."""
-    kept = {*sorted(cases)[::3], *NEVER_CACHED}
+def each_eighth(cases: Iterable[str]) -> list[Any]:
+    """All cases; `make test` takes every eighth, and those that are never cached."""
+    kept = {*sorted(cases)[::8], *NEVER_CACHED}
     needs = {n: [pytest.mark.needs_torch("2.12", why)] for n, why in WRONG_IN_TORCH.items()}
     return [
         pytest.param(name, marks=[*needs.get(name, ()), *[pytest.mark.heavy] * (name not in kept)])
@@ -115,7 +115,7 @@ def each_third(cases: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", each_third(sources()))
+@pytest.mark.parametrize("name", each_eighth(sources()))
 def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
     name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
         assert "<code" not in changed["reason"] or "torch_state" in changed["reason"]
 
 
-@pytest.mark.parametrize("name", each_third(unread_sources()))
+@pytest.mark.parametrize("name", each_eighth(unread_sources()))
 def test_what_nobody_read_is_in_no_key(
     name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
 ) -> None:

@@ -1,8 +1,5 @@
 """Models that read a value in one of many ways. `<<2.0|3.0>>` is what differs in the two variants.
 
-There is one case of each kind: of those whose change breaks conditions of the same kinds, at places
-that are reached alike, and that need the same lines of `compile/conditions`.
-
 A case is the source of a module with `build()`, which returns the model; a helper module, imported
 as `helper`, stands below a line `#helper`. `enter()`, `leave()` surround a start. Each variant is
 run by a process of its own on the cache of the first.

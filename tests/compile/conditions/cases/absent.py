@@ -24,6 +24,31 @@ CASES = {
         "x * getattr(helper, 'GAIN', 5.0)",
         helper="<<pass|GAIN = 3.0>>",
     ),
+    "asked_of_a_module": of_result(
+        "import helper\n",
+        "x * 2 if hasattr(helper, 'GAIN') else x",
+        helper="<<pass|GAIN = 3.0>>",
+    ),
+    "asked_of_a_module_by_a_made_name": of_result(
+        "import helper\nFIRST = 'GA'\n",
+        "x * getattr(helper, FIRST + 'IN', 5.0)",
+        helper="<<pass|GAIN = 3.0>>",
+    ),
+    "handled_in_a_module": of_result(
+        "import helper\n" + handled("held.GAIN"), "f(helper, x)", helper="<<pass|GAIN = 3.0>>"
+    ),
+    "handled_in_a_module_that_forward_imports": of_result(
+        """
+def f(x):
+    try:
+        import helper
+        return x * helper.GAIN
+    except AttributeError:
+        return x * 5
+""",
+        "f(x)",
+        helper="<<pass|GAIN = 3.0>>",
+    ),
     "handled_in_a_class": of_result(
         handled("held.gain") + "class Options: pass\n<<pass|Options.gain = 3.0>>", "f(Options, x)"
     ),
@@ -36,11 +61,19 @@ CASES = {
     "handled_in_a_dict": holding(
         "table", "{<<'b'|'a'>>: 3.0}", "f(self.table, x)", handled("held['a']")
     ),
+    "handled_in_a_list": holding(
+        "table", "[1.0<<|, 3.0>>]", "f(self.table, x)", handled("held[1]")
+    ),
     "handled_in_tensors": under(
         "<<pass|torch.Tensor.pg_gain = 3.0>>",
         "f(x, x)",
         "'pg_gain' in vars(torch.Tensor) and delattr(torch.Tensor, 'pg_gain')",
         handled("held.pg_gain"),
+    ),
+    "asked_of_tensors": under(
+        "<<pass|torch.Tensor.pg_gain = 3.0>>",
+        "x * 2 if hasattr(x, 'pg_gain') else x",
+        "'pg_gain' in vars(torch.Tensor) and delattr(torch.Tensor, 'pg_gain')",
     ),
     "asked_of_torch": under(
         "<<pass|F.pg_gain = 3.0>>",

@@ -5,10 +5,14 @@ from __future__ import annotations
 from .model import holding, of_result
 
 GAIN = """
+class Options:
+    def __init__(self, gain): self.gain = gain
 def by(gain):
     return lambda x: x * gain
 def both(gain):
     return (lambda x: x * gain), (lambda x: x + gain)
+def through(options):
+    return lambda x: x * options.gain
 def local():
     def double(x): return x * 2
     return double
@@ -36,19 +40,32 @@ CASES = {
     "variable_of_two_functions": of_two(
         "self.a, self.b = both(2.0); <<pass|self.b = both(3.0)[1]>>", "self.b(self.a(x))"
     ),
+    "object_of_two_functions": of_two(
+        "self.a = through(Options(2.0)); self.b = <<self.a|through(Options(3.0))>>",
+        "self.b(self.a(x))",
+    ),
     "closure_that_is_a_global": of_global("by(2.0)", "by(3.0)", "self.value(KNOWN(x))"),
     "global_closure_that_is_held": of_global("by(2.0)", "by(3.0)", "KNOWN(self.value(x))"),
+    "list_that_is_a_global": of_global("[1, 2]", "[1, 2]"),
+    "global_that_is_a_list": of_global("[1, 2]", "[1, 2]", "x * 2 if KNOWN is self.value else x"),
     "list_among_globals": holding(
         "value",
         "<<KNOWN[0]|[1, 2]>>",
         "x * 2 if any(self.value is k for k in KNOWN) else x",
         "KNOWN = [[1, 2]]\n",
     ),
+    "dict_that_is_a_global": of_global("{'a': 1}", "{'a': 1}"),
+    "set_that_is_a_global": of_global("{1, 2}", "{1, 2}"),
+    "object_that_is_a_global": of_global("Options(2.0)", "Options(2.0)"),
     "function_that_is_a_global": of_global("local()", "local()"),
     "function_that_is_another": of_two(
         "self.a = local(); self.b = <<self.a|local()>>", "x * 2 if self.a is self.b else x"
     ),
+    "method_of_a_global": of_global(
+        "Options(2.0)", "Options(2.0)", "x * self.value.gain * (2 if self.value is KNOWN else 1)"
+    ),
     "tensor_that_is_a_global": of_global("torch.ones(8)", "torch.ones(8)"),
+    "layer_that_is_a_global": of_global("nn.Linear(8, 8)", "nn.Linear(8, 8)"),
     "class_attribute_that_is_held": """
 class Model(nn.Module):
     known = [1, 2]

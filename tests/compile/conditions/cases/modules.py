@@ -24,6 +24,26 @@ class Model(Middle):
 def build():
     return Model()
 """,
+    "shadowed_class_attribute": """
+class Model(nn.Module):
+    gain = 2.0
+    def forward(self, x):
+        return x * self.gain
+def build():
+    model = Model()
+    <<pass|model.gain = 3.0>>
+    return model
+""",
+    "method_in_subclass": """
+class Base(nn.Module):
+    def scaled(self, x): return x * 2
+    def forward(self, x):
+        return self.scaled(x)
+class Model(Base):
+    <<pass|scaled = lambda self, x: x * 3>>
+def build():
+    return Model()
+""",
     "method_patched_on_instance": """
 class Model(nn.Module):
     def scaled(self, x): return x * 2
@@ -96,6 +116,7 @@ class Model(nn.Module):
 def build():
     return Model()
 """,
+    "tensor_from_list": holding("values", "[<<2.0|3.0>>] * 8", "x * torch.tensor(self.values)"),
     "weight_shape": """
 class Model(nn.Module):
     def __init__(self):
@@ -132,6 +153,44 @@ class Model(nn.Module):
 def build():
     return Model()
 """,
+    "parametrization": """
+from torch.nn.utils import parametrize
+class Scaled(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain
+    def forward(self, weight): return weight * self.gain
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        parametrize.register_parametrization(self.inner, "weight", Scaled(<<2.0|3.0>>))
+    def forward(self, x):
+        return self.inner(x)
+def build():
+    return Model()
+""",
+    "attribute_of_a_torch_module": holding(
+        "inner", "nn.LeakyReLU(<<0.1|0.5>>)", "self.inner(x - 1)"
+    ),
+    "getattr_of_the_model": """
+class Model(nn.Module):
+    def __getattr__(self, name):
+        return <<2.0|3.0>> if name == "gain" else super().__getattr__(name)
+    def forward(self, x):
+        return x * self.gain
+def build():
+    return Model()
+""",
+    "call_of_the_model": """
+class Model(nn.Module):
+    def __call__(self, x):
+        return super().__call__(x) * <<2.0|3.0>>
+    def forward(self, x):
+        return x + 1
+def build():
+    return Model()
+""",
     "class_of_a_parameter": holding(
         "weight",
         "Weight(torch.ones(8))",
@@ -147,6 +206,9 @@ class Weight(nn.Parameter):
         "x * len(self.weights)",
     ),
     "vars_of_the_model": holding("gain", "<<2.0|3.0>>", 'x * self.__dict__["gain"]'),
+    "attribute_by_computed_name": holding(
+        "gain", "<<2.0|3.0>>", 'x * getattr(self, "".join(["ga", "in"]))'
+    ),
     "call_patched_on_a_class": """
 class Inner(nn.Module):
     def forward(self, x): return x * 2
@@ -158,6 +220,21 @@ class Model(nn.Module):
         return self.inner(x)
 ORIGINAL = nn.Module.__call__
 <<pass|Inner.__call__ = lambda self, x: ORIGINAL(self, x) * 3>>
+def build():
+    return Model()
+""",
+    "call_implementation_patched": """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Tanh()
+    def forward(self, x):
+        return self.inner(x)
+ORIGINAL = nn.Module._call_impl
+def enter():
+    <<pass|nn.Module._call_impl = lambda self, *a: ORIGINAL(self, *a) * 3>>
+def leave():
+    nn.Module._call_impl = ORIGINAL
 def build():
     return Model()
 """,
