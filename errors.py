@@ -281,6 +281,11 @@ class InputNotTraceable(CompileError):
     todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
+class ReturnsWeight(CompileError):
+    what = "the model returns {name}, a weight or buffer of its own"
+    todo = "Return a clone of it, or read it from the model after the step."
+
+
 class ReturnedUnread(CompileError):
     what = "the model only returns argument {name!r}: no input has the size of its dimension {dim}"
     todo = "Declare that dimension with a name that another input has, or do not return it."
@@ -383,6 +388,16 @@ class ResultFormUnknown(CompileError):
 
 
 # runtime
+
+
+class InvalidArgument(RunError):
+    what = "{call} was called with {name} = {value}"
+    todo = "Pass {expected}."
+
+
+class NotCopyable(RunError):
+    what = "a prepared model can be neither copied nor pickled: it has graphs of this process"
+    todo = "Call prepare in the other process or thread, with the same cache it loads the bundle."
 
 
 class OutsideStep(RunError):

@@ -591,3 +591,21 @@ def test_on_a_device_other_streams_need_an_event(
         assert not all(is_right(rewrite, None, seed) for seed in range(64)), rewrite
         copied = mode is not GraphMode.NONE and rewrite in (inputs, lora_indices)
         assert all(is_right(rewrite, copies_done, seed) for seed in range(64)) == copied, rewrite
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_in_flight_and_their_failures_do_not_disturb_a_start(
+    make_scene: Callable[..., Scene], fails: bool
+) -> None:
+    """The mode that sees the engine's operations would be in the way of Dynamo."""
+    scene = make_scene(GraphMode.PIECEWISE, delay=True)
+    if fails:
+        scene.metadata.factors = []
+    result = scene.step()
+    if fails:
+        with pytest.raises(IndexError):
+            scene.prepared.backend.synchronize()
+        assert last_modes() == (None, None)
+    config = scene.prepared.config.changed(graph_mode="NONE")
+    prepare(Model(), config, layers={"kv": scene.kv}).close()
+    assert fails or not result.isnan().any()
