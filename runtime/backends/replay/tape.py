@@ -4,8 +4,6 @@ While it records, every operation runs, since shapes and indices must be real, b
 what it wrote outside is restored, what it made is poisoned. So a capture does not execute, as on a
 GPU. Views are not recorded. The body of a custom op written in Python runs once and leaves the
 operators it calls; an op that calls none is itself one operation.
-
-It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ from ..ownership import (
     reads_host,
     user_line,
 )
+from .host_copies import ValueReads
 
 Operation = partial[Any]
 
@@ -53,6 +52,8 @@ class Tape(TensorTracker):
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._value_read: HostReadInCapture | None = None
+        self._ops_in_pieces = 0
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
@@ -81,7 +82,7 @@ class Tape(TensorTracker):
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
             arguments = self._save(used)
-            with EachOp(self._note_host_read):
+            with EachOp(self._note_host_read, self._kernel_in_piece):
                 kept = fn(*args)
             if self.host_read is not None:
                 raise self.host_read  # here, where the piece and so the line is known
@@ -94,8 +95,33 @@ class Tape(TensorTracker):
 
     def _note_host_read(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         """The first one counts: an op may swallow the error."""
+        self._ops_in_pieces += not func.is_view
         if reads_host(func, args, kwargs):
             self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
+
+    def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        run = partial(super().run, func, args, kwargs)
+        if func.namespace in _TORCH_NAMESPACES:
+            return run()
+        return self._kernel(run, lambda: len(self.operations))
+
+    def _kernel_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        return self._kernel(partial(_on_cpu, func, args, kwargs), lambda: self._ops_in_pieces)
+
+    def _kernel(self, run: Callable[[], Any], count: Callable[[], int]) -> Any:
+        """Run the body of an op. Operators that it calls are given what it read on the host:
+        HostReadInCapture. One that calls none is a kernel of the host, such as one in numpy."""
+        outer, before, self._value_read = self._value_read, count(), None
+        with ValueReads(self._note_value_read):
+            result = run()
+        read, self._value_read = self._value_read, outer
+        if read is not None and count() > before:
+            self.host_read = self.host_read or read
+            raise read
+        return result
+
+    def _note_value_read(self, error: HostReadInCapture) -> None:
+        self._value_read = self._value_read or error
 
     def bakes(self, tensor: Tensor) -> bool:
         """A device graph would have the value, if the tensor was not moved with the model."""
@@ -138,12 +164,24 @@ class Tape(TensorTracker):
         self._before.clear()
 
 
-class EachOp(LightDispatchMode):
-    """Calls `see` before each operator that runs inside, also in custom ops written in Python."""
+def _on_cpu(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    return run_kernel(func, "CPU", args, kwargs)
 
-    def __init__(self, see: Callable[[OpOverload, Any, Any], object]) -> None:
+
+class EachOp(LightDispatchMode):
+    """Calls `see` before each operator that runs inside, also in custom ops written in Python.
+
+    `kernel` runs these.
+    """
+
+    def __init__(
+        self,
+        see: Callable[[OpOverload, Any, Any], object],
+        kernel: Callable[[OpOverload, Any, Any], Any] = _on_cpu,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
+        self._kernel = kernel
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -155,7 +193,7 @@ class EachOp(LightDispatchMode):
         if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:
-            return run_kernel(func, "CPU", args, given)
+            return self._kernel(func, args, given)
 
 
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
