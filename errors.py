@@ -471,6 +471,14 @@ class HostCopyInCapture(RunError):
     )
 
 
+class TensorLeftBreak(RunError):
+    what = (
+        "a graph reads a {form} tensor that {op} made{called} and left elsewhere than in its "
+        "result: its next call makes another one, which no graph reads"
+    )
+    todo = "Return the tensor too, or write to a tensor that the model keeps: kept[:n].copy_(new)."
+
+
 class EagerResultChanged(RunError):
     what = "splitting op {op} returned {got} at replay, but {expected} at capture"
     todo = "The results of a splitting op must have the same form at each padded size."

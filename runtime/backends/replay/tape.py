@@ -32,6 +32,7 @@ from ....torch_compat.basics.tensors import (
 )
 from ..ownership import (
     ALLOCATIONS,
+    TORCH_NAMESPACES,
     Ownership,
     TensorTracker,
     memory_of,
@@ -52,7 +53,7 @@ class Tape(TensorTracker):
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
-        self._value_read: HostReadInCapture | None = None
+        self._value_reads: list[HostReadInCapture] = []
         self._ops_in_pieces = 0
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -82,7 +83,7 @@ class Tape(TensorTracker):
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
             arguments = self._save(used)
-            with EachOp(self._note_host_read, self._kernel_in_piece):
+            with EachOp(self._see_in_piece, self._kernel_in_piece):
                 kept = fn(*args)
             if self.host_read is not None:
                 raise self.host_read  # here, where the piece and so the line is known
@@ -93,15 +94,16 @@ class Tape(TensorTracker):
             self._record(fn, args, {}, result, fresh)
         return result
 
-    def _note_host_read(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """The first one counts: an op may swallow the error."""
-        self._ops_in_pieces += not func.is_view
+    def _see_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """The first host read counts: an op may swallow the error."""
+        self.ownership.refuse_left((args, kwargs))
+        self._ops_in_pieces += is_higher_order(func) or not func.is_view
         if reads_host(func, args, kwargs):
             self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         run = partial(super().run, func, args, kwargs)
-        if func.namespace in _TORCH_NAMESPACES:
+        if func.namespace in TORCH_NAMESPACES:
             return run()
         return self._kernel(run, lambda: len(self.operations))
 
@@ -111,17 +113,14 @@ class Tape(TensorTracker):
     def _kernel(self, run: Callable[[], Any], count: Callable[[], int]) -> Any:
         """Run the body of an op. Operators that it calls are given what it read on the host:
         HostReadInCapture. One that calls none is a kernel of the host, such as one in numpy."""
-        outer, before, self._value_read = self._value_read, count(), None
-        with ValueReads(self._note_value_read):
+        outer, before, self._value_reads = self._value_reads, count(), []
+        with ValueReads(lambda read: self._value_reads.append(read)):
             result = run()
-        read, self._value_read = self._value_read, outer
-        if read is not None and count() > before:
-            self.host_read = self.host_read or read
-            raise read
+        reads, self._value_reads = self._value_reads, outer
+        if reads and count() > before:
+            self.host_read = self.host_read or reads[0]
+            raise reads[0]
         return result
-
-    def _note_value_read(self, error: HostReadInCapture) -> None:
-        self._value_read = self._value_read or error
 
     def bakes(self, tensor: Tensor) -> bool:
         """A device graph would have the value, if the tensor was not moved with the model."""
@@ -190,13 +189,10 @@ class EachOp(LightDispatchMode):
         self._see(func, args, given)
         if is_higher_order(func):
             return func(*args, **given)
-        if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
+        if func.namespace in TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:
             return self._kernel(func, args, given)
-
-
-_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,16 @@ def from_cpu(x: Tensor, out: Tensor) -> None:
 VALUE_READS = (listed, as_array, copied_array, from_cpu)
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+
+def leave(x: Tensor, out: Tensor) -> None:
+    get_forward_context().layers["factor"].norm = x + 1
+    out.copy_(x)
+
+
+def read_left(x: Tensor, out: Tensor) -> None:
+    out.copy_(get_forward_context().layers["factor"].norm)
+
+
 SET_UP: list[float] = []
 
 
@@ -79,7 +90,17 @@ def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ops(temporary_op: Callable[..., str]) -> None:
-    for op in (scaled, kept, counted, read, swallowed, set_up_on_first_use, *VALUE_READS):
+    for op in (
+        scaled,
+        kept,
+        counted,
+        read,
+        swallowed,
+        set_up_on_first_use,
+        leave,
+        read_left,
+        *VALUE_READS,
+    ):
         schema = "(Tensor x, Tensor(a!) out) -> ()"
         temporary_op(f"faithful_tests::{op.__name__}", schema, op)
 
@@ -247,6 +268,23 @@ def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_captu
     SET_UP.clear()
     prepared.capture()
     assert len(prepared.recordings()) == 2
+
+
+def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left() -> None:
+    class Two(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.faithful_tests.leave(x + self.weight, out := torch.empty_like(x))
+            return super().forward(x + out)
+
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, cache=False,
+        capture_sizes=(4,), compiler="eager", graph_mode="PIECEWISE",
+        splitting_ops=("faithful_tests::leave",),
+    )  # fmt: skip
+    layers = {"factor": SimpleNamespace()}
+    left = prepare(Two(read_left), config, backend=ReplayBackend(), layers=layers)
+    with pytest.raises(AllCapturesFailed, match=r"that faithful_tests\.leave.* left elsewhere"):
+        left.capture()
 
 
 class Weighted(nn.Module):
