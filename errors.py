@@ -471,6 +471,11 @@ class HostCopyInCapture(RunError):
     )
 
 
+class ResultNotAsTraced(RunError):
+    what = "op {op} returned {got}, but its fake kernel told the trace {told}"
+    todo = "Correct the op or its fake kernel (torch.library.register_fake), and prepare again."
+
+
 class TensorLeftBreak(RunError):
     what = (
         "a graph reads a {form} tensor that {op} made{called} and left elsewhere than in its "

@@ -186,7 +186,7 @@ class StepRunner:
                     self.before_padding()
                     results = self.code.run_padded(tensors, sizes)
                 else:
-                    results = self.code.run(tensors)
+                    results = self.code.run(tensors, num_tokens)
             else:
                 results = graph.replay(tensors, sizes, copied)
             self.running = False
