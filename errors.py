@@ -450,6 +450,14 @@ class MetadataFailed(DummyStepFailed):
     todo = "metadata_for must return metadata for every descriptor it is called with."
 
 
+class SetUpOnFirstUse(DummyStepFailed):
+    what = (
+        "{op} sets up {names} when it first runs, and a dummy batch has no real rows for it; "
+        "{left}"
+    )
+    todo = "Run a step before the first capture or warm-up, or set it up when the model is made."
+
+
 class OtherRowsWritten(DummyStepFailed):
     what = (
         "a dummy batch wrote to rows {rows} of dimension {dim} of a buffer of shape {shape}, to "

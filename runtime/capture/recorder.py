@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...compile.held_values import HeldValues
 from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
@@ -60,13 +61,15 @@ def record(
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
     recorder = Recorder(session, breaks, modules, notes)
-    token = ACTIVE.set(recorder)
+    token, context = ACTIVE.set(recorder), CURRENT.get()
+    metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
         with regions_noted(recorder.note_region):
             fn(*inputs)
     except BaseException:
         ACTIVE.reset(token)
         raise
+    metadata.restore()  # as in a step, which has its own: what is derived from it is in the graph
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()

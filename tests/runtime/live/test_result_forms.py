@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,8 +48,9 @@ class Model(nn.Module):
 
 def config(mode: str, **settings: Any) -> Config:
     return Config(
-        splitting_ops=("told_tests::op",), inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=16,
-        max_num_reqs=16, capture_sizes=(3,), attention={"support": "ALWAYS"}, graph_mode=mode,
+        splitting_ops=("told_tests::op",), inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16, max_num_reqs=16, capture_sizes=(3,), graph_mode=mode,
+        attention={"support": "ALWAYS"},
         compiler="eager", cache=False,
     ).changed(**settings)  # fmt: skip
 
@@ -65,15 +67,12 @@ def test_a_splitting_op_is_held_to_its_fake_kernel(
         prepared(x[:2], batch=Batch(2, 2))
     monkeypatch.setitem(OP, "op", fn)
     fake = f"test_result_forms.py:{told.__code__.co_firstlineno}"
+    run = partial(prepared, x, batch=Batch(3, 3)) if mode == "NONE" else prepared.capture
     for _ in range(2):
         with pytest.raises((ResultNotAsTraced, AllCapturesFailed), match=words) as caught:
-            if mode != "NONE":
-                prepared.capture()
-            prepared(x, batch=Batch(3, 3))
+            run()
         assert "told_tests::op returned" in str(caught.value)
         assert fake in str(caught.value)
-        if mode != "NONE":
-            return
 
 
 def test_what_is_as_told_serves(monkeypatch: pytest.MonkeyPatch) -> None:
