@@ -452,8 +452,7 @@ class MetadataFailed(DummyStepFailed):
 
 class SetUpOnFirstUse(DummyStepFailed):
     what = (
-        "{op} sets up {names} when it first runs, and a dummy batch has no real rows for it; "
-        "{left}"
+        "{op} sets up {names} when it first runs, and a dummy batch has no real rows for it; {left}"
     )
     todo = "Run a step before the first capture or warm-up, or set it up when the model is made."
 

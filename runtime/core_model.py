@@ -254,7 +254,7 @@ class CoreModel:
         code = ModelCode(compiled, self.inputs, backend)
         self.dummies = DummyBatches(
             dispatcher.plan, code, self.inputs, self.steps.context, self.parts.around_dummy_batch,
-            records.events,
+            records.events.emit,
         )  # fmt: skip
         self.graphs = GraphSet(config, backend, code, self.dummies, dispatcher, self.parts)
         self.captures = Captures(

@@ -40,6 +40,8 @@ DEVICES = "tests/torch_compat/test_devices.py"
 
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
+PROOF = "runtime/parts/proof/part.py"
+FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
@@ -227,8 +229,6 @@ MUTANTS = [
     (OWNERSHIP, "if left := self.left.get(storage_id(tensor)):", "if left := None:",
      f"{LIVE}/test_breakable.py -k leaves_a_break"),
     (TAPED, "self.ownership.refuse_left((args, kwargs))", "pass", f"{FAITHFUL} -k op_left"),
-    ("runtime/capture/recorder.py", "if not each.expired()}", "}",
-     "tests/runtime/live/test_breakable.py tests/runtime/test_breakable_cases.py"),
     (FORMS, "if got != dtype or now != dims:", "if now != dims:", f"{TOLD} -k wider"),
     (FORMS, "if got != dtype or now != dims:", "if got != dtype:", f"{TOLD} -k columns"),
     (FORMS, "matter, strict=True)]:", "matter, strict=True)] and False:", f"{TOLD} -k strides"),
@@ -241,7 +241,7 @@ MUTANTS = [
      f"{TOLD} -k in_a_piece"),
     (QUEUED, "            self._end_watch()\n            raise", "            raise",
      f"{DELAYED} -k disturb_a_start"),
-    ("runtime/prepare.py", "without_modes(),", "nullcontext(),", f"{DELAYED} -k disturb_a_start"),
+    ("runtime/prepare.py", "without_modes(),", "", f"{DELAYED} -k disturb_a_start"),
     ("runtime/prepared_model.py", "if not isinstance(tensor, torch.Tensor):", "if False:", MISUSE),
     ("runtime/prepared_model.py", "raise NotCopyable()", "return super().__reduce_ex__(protocol)",
      MISUSE),
@@ -251,6 +251,18 @@ MUTANTS = [
     ("compile/trace/dynamo.py", "id(value) not in references:", "False:", MISUSE),
     ("dispatch/batch.py", "raise BatchInvalid(batch=self, fault=fault)", "pass",
      "tests/dispatch/test_dispatcher.py -k wrong_type"),
+    (FIRST, "first, again())", "first, (set(), set()))", f"{SET_UP} -k each_run"),
+    (FIRST, "        if written:", "        if False:", f"{SET_UP} -k fills"),
+    (FIRST, "        before.restore()\n        raise", "        raise", f"{SET_UP} -k fills"),
+    (FIRST, "if self.op is None and is_custom(func) and self._changed():", "if False:", SET_UP),
+    (FIRST, "    if set_up:\n", "    if False:\n", f"{SET_UP} -k are_kept"),
+    (BATCH, 'error.facts["left"] == STAYS', "False", f"{SET_UP} -k fills"),
+    (BATCH, "            metadata.restore()", "            pass", f"{SET_UP} -k derived"),
+    ("runtime/capture/recorder.py", "metadata.restore()", "pass", f"{SET_UP} -k derived"),
+    (PROOF, "set(held.changed()) - self._changing", "set()", f"{SET_UP} -k proof"),
+    (PROOF, "self.proved.clear()", "pass", f"{SET_UP} -k proof"),
+    (DELAYED_STEP, "if compiled.traced else _named_tensors(compiled.model)", "",
+     f"{DELAYED} -k without_a_trace"),
 ]  # fmt: skip
 
 

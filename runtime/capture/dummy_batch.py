@@ -29,7 +29,6 @@ from ...errors import (
     OtherRowsWritten,
     SetUpOnFirstUse,
 )
-from ...events import Events
 from ...torch_compat.basics.devices import devices_in_use
 from ..backends.ownership import error_line
 from ..core.code import ModelCode
@@ -130,16 +129,16 @@ class DummyBatches:
         inputs: StaticInputs,
         context: ForwardContext,
         around: Callable[[], AbstractContextManager[Any]],
-        events: Events,
+        emit: Callable[..., None],
     ) -> None:
-        """`around` gives what is entered while a batch runs."""
+        """`around` gives what is entered while a batch runs. `emit` emits an event."""
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
         self._code = code
         self._inputs = inputs
         self._around = around
-        self._events = events
+        self._emit = emit
         self._checked = set[tuple[RuntimeMode, bool]]()
         """Modes, and whether of decode batches: all sizes run the same code."""
         self._refused: DummyStepFailed | None = None
@@ -180,7 +179,7 @@ class DummyBatches:
             metadata.restore()  # each step has its own
 
         objects = dict(self._code.compiled.model.named_modules()) | layers
-        run_twice(run, objects, state, views, self._events)
+        run_twice(run, objects, state, views, self._emit)
 
     def run(self, sizes: Mapping[str, int]) -> None:
         """Run the code without a graph on a dummy batch."""

@@ -18,11 +18,9 @@ from torch import Tensor
 from ...compile.held_values import HeldValues
 from ...compile.ir.ops import is_custom
 from ...errors import SetUpOnFirstUse
-from ...events import Events
 from ...torch_compat.basics.ops import op_name
 from ...torch_compat.basics.tensors import LightDispatchMode, without_regions
 from ..core.preserved import SavedMemory
-
 
 UNDONE = "nothing of it was kept"
 STAYS = "that it ran is noted outside of the model and its layers, and could not be undone"
@@ -33,7 +31,7 @@ def run_twice(
     objects: Mapping[str, Any],
     state: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
-    events: Events,
+    emit: Callable[..., None],
 ) -> None:
     """Run code that may write attributes of `objects` and tensors of `state`, each by name.
 
@@ -74,7 +72,7 @@ def run_twice(
         before.restore()
         raise
     if set_up:
-        events.emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
+        emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
 
 
 class _Blame(LightDispatchMode):
