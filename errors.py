@@ -291,6 +291,11 @@ class InputNotTraceable(CompileError):
     todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
+class ReturnsWeight(CompileError):
+    what = "the model returns {name}, a weight or buffer of its own"
+    todo = "Return a clone of it, or read it from the model after the step."
+
+
 class ReturnedUnread(CompileError):
     what = "the model only returns argument {name!r}: no input has the size of its dimension {dim}"
     todo = "Declare that dimension with a name that another input has, or do not return it."
@@ -398,6 +403,16 @@ class ResultFormUnknown(CompileError):
 # runtime
 
 
+class InvalidArgument(RunError):
+    what = "{call} was called with {name} = {value}"
+    todo = "Pass {expected}."
+
+
+class NotCopyable(RunError):
+    what = "a prepared model can be neither copied nor pickled: it has graphs of this process"
+    todo = "Call prepare in the other process or thread, with the same cache it loads the bundle."
+
+
 class OutsideStep(RunError):
     what = "there is no forward context: no step is running in this thread"
     todo = "Call the model through its PreparedModel, or inside `forward_context(...)`."
@@ -448,6 +463,13 @@ class MetadataFailed(DummyStepFailed):
     todo = "metadata_for must return metadata for every descriptor it is called with."
 
 
+class SetUpOnFirstUse(DummyStepFailed):
+    what = (
+        "{op} sets up {names} when it first runs, and a dummy batch has no real rows for it; {left}"
+    )
+    todo = "Run a step before the first capture or warm-up, or set it up when the model is made."
+
+
 class OtherRowsWritten(DummyStepFailed):
     what = (
         "a dummy batch wrote to rows {rows} of dimension {dim} of a buffer of shape {shape}, to "
@@ -467,6 +489,19 @@ class HostCopyInCapture(RunError):
         "Make it on the device (device=x.device), make it once and keep it as a buffer, or put the "
         "code into a splitting op."
     )
+
+
+class ResultNotAsTraced(RunError):
+    what = "op {op} returned {got}, but its fake kernel told the trace {told}"
+    todo = "Correct the op or its fake kernel (torch.library.register_fake), and prepare again."
+
+
+class TensorLeftBreak(RunError):
+    what = (
+        "a graph reads a {form} tensor that {op} made{called} and left elsewhere than in its "
+        "result: its next call makes another one, which no graph reads"
+    )
+    todo = "Return the tensor too, or write to a tensor that the model keeps: kept[:n].copy_(new)."
 
 
 class EagerResultChanged(RunError):

@@ -22,6 +22,7 @@ from ..torch_compat.basics.tensors import (
     tree_unflatten,
     without_regions,
 )
+from .held_values import HeldValues
 from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
 from .ir.ops import FakeWrites
@@ -192,26 +193,16 @@ def _fake_result(
 def trial_run(model: torch.nn.Module) -> Iterator[None]:
     """A run of the model that is no step: its compiled regions are not compiled for it.
 
-    Restores at the end the attributes of modules and of their tensors, and lists and dicts among
-    them: a run on fakes may keep some, as a table that it makes when it is first needed.
+    Restores at the end the attributes of modules and of their tensors, and those of what they hold:
+    a run on fakes may keep some, as a table that it makes when it is first needed.
     """
-    owners = [*model.modules(), *model.parameters(), *model.buffers()]
-    holders: list[Any] = [vars(owner) for owner in owners]
-    holders += [v for h in holders for v in h.values() if isinstance(v, dict | list)]
-    before = [dict(each) if isinstance(each, dict) else list(each) for each in holders]
+    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    held = HeldValues({name: each for owners in named for name, each in owners})
     try:
         with without_regions():
             yield
     finally:
-        for holder, content in zip(holders, before, strict=True):
-            if not isinstance(content, dict):
-                holder[:] = content
-                continue
-            for name in holder.keys() - content.keys():
-                del holder[name]
-            for name, value in content.items():
-                if name not in holder or holder[name] is not value:
-                    holder[name] = value
+        held.restore()
 
 
 def _forward(

@@ -6,8 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
+from types import NoneType
 from typing import Any
 
+from ..errors import BatchInvalid
 from .modes import Members, RuntimeMode
 
 NO_GRAPH = -1
@@ -23,6 +26,9 @@ class Batch:
     `query_len` is the query length of all requests, or None if they differ; then `max_query_len`
     may bound it. `num_loras` counts the active adapters, and the base model as one more if it
     shares the batch with adapters. `axes` has a value for each extra axis of the plan.
+
+    Raises BatchInvalid for counts that are no integers: to read one from a tensor would wait for
+    the device.
     """
 
     num_tokens: int
@@ -33,6 +39,39 @@ class Batch:
     cascade: bool = False
     max_query_len: int | None = None
     axes: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not (type(self.num_tokens) is int is type(self.num_reqs)) and (
+            fault := wrong_type(self)
+        ):
+            raise BatchInvalid(batch=self, fault=fault)
+
+
+_COUNTS: dict[str, tuple[type, ...]] = {
+    "num_tokens": (),
+    "num_reqs": (),
+    "num_loras": (),
+    "query_len": (NoneType,),
+    "max_query_len": (NoneType,),
+}
+
+
+def wrong_type(batch: Any) -> str | None:
+    """The first field of `batch` that is not of its type, or None. Integers of numpy are ints."""
+    if not isinstance(batch, Batch):
+        return f"it is a {type(batch).__name__}"
+    for name, others in _COUNTS.items():
+        value = getattr(batch, name)
+        if type(value) is not int and not isinstance(value, (Integral, *others)):
+            return f"{name} is {value!r}, not an int"
+    for name in ("is_decode", "cascade"):
+        value = getattr(batch, name)
+        if type(value) is not bool and value not in (False, True):
+            return f"{name} is {value!r}, not a bool"
+    axes: Any = batch.axes
+    if axes is not None and not isinstance(axes, Mapping):
+        return f"axes is {axes!r}, not a mapping of names to ints"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

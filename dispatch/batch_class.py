@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from ..errors import BatchInvalid, InvalidSetting
-from .batch import Batch, Reason
+from .batch import Batch, Reason, wrong_type
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry, axis_values
 
@@ -47,33 +47,6 @@ def classify(
         modes &= ~mode_bits("excluded_modes", excluded_modes)
     axes = axis_values(plan.axes, batch) if plan.axes or batch.axes else ()
     return BatchClass(query_len, bound, batch.num_loras, batch.cascade, axes, modes)
-
-
-_COUNTS = {
-    "num_tokens": (),
-    "num_reqs": (),
-    "num_loras": (),
-    "query_len": (None,),
-    "max_query_len": (None,),
-}
-
-
-def wrong_type(batch: Any) -> str | None:
-    """The first field of `batch` that is not of its type, or None. Integers of numpy are ints."""
-    if not isinstance(batch, Batch):
-        return f"it is a {type(batch).__name__}"
-    for name, others in _COUNTS.items():
-        value = getattr(batch, name)
-        if type(value) is not int and value not in others and not hasattr(value, "__index__"):
-            return f"{name} is {value!r}, not an int"
-    for name in ("is_decode", "cascade"):
-        value = getattr(batch, name)
-        if type(value) is not bool and value not in (False, True):
-            return f"{name} is {value!r}, not a bool"
-    axes: Any = batch.axes
-    if axes is not None and not isinstance(axes, Mapping):
-        return f"axes is {axes!r}, not a mapping of names to ints"
-    return None
 
 
 def contradiction(batch: Batch) -> str | None:

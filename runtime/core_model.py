@@ -253,8 +253,9 @@ class CoreModel:
         )
         code = ModelCode(compiled, self.inputs, backend)
         self.dummies = DummyBatches(
-            dispatcher.plan, code, self.inputs, self.steps.context, self.parts.around_dummy_batch
-        )
+            dispatcher.plan, code, self.inputs, self.steps.context, self.parts.around_dummy_batch,
+            records.events.emit,
+        )  # fmt: skip
         self.graphs = GraphSet(config, backend, code, self.dummies, dispatcher, self.parts)
         self.captures = Captures(
             dispatcher.plan, backend, records, self.graphs, environment.exchange

@@ -14,7 +14,7 @@ from ..compile.ir.locations import first_line
 from ..config import Config
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
-from ..torch_compat.basics.tensors import is_autocast_enabled
+from ..torch_compat.basics.tensors import is_autocast_enabled, without_modes
 from .assemble import Beginning, Ranks, assemble, begin, exchange_of, mixed_rows_finder
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
@@ -68,6 +68,7 @@ def prepare(
     records = Records(events)
     config = resolve_config(config)
     with (
+        without_modes(),  # Dynamo fails under one, such as that of a delayed step in flight
         _naming_failures(model),
         records.events.span("prepare", level=logging.INFO),
         allow_compilation(),

@@ -10,7 +10,7 @@ import torch
 
 from ..compile.plan.compiled_model import CompiledModel
 from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode, RuntimeMode
-from ..errors import CaptureAfterSeal
+from ..errors import CaptureAfterSeal, InvalidArgument, NotCopyable
 from .backends.protocol import DeviceEvent
 from .capture.capture_all import Progress
 from .capture.dummy_batch import MetadataFor
@@ -187,8 +187,15 @@ class PreparedModel:
 
         This holds for graphs captured from now on; the tensor is not kept alive. If `name` is
         watched already, it refers to this tensor from now on, and graphs that read the previous
-        one raise MovedTensor until `refresh`.
+        one raise MovedTensor until `refresh`. Raises InvalidArgument for what is no tensor.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(
+                call="watch",
+                name=name,
+                value=f"a {type(tensor).__name__}",
+                expected="a tensor, one for each name",
+            )
         self._core.watch(name, tensor)
 
     def refresh(self) -> tuple[int, ...]:
@@ -231,6 +238,9 @@ class PreparedModel:
         if name.startswith("_") or name == "parts":
             raise AttributeError(name)
         return self.parts.offer(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotCopyable()
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self.parts.offered()]

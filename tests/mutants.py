@@ -45,6 +45,12 @@ SAMPLER, DRAWS = "tools/engine/sampler.py", "tests/tools/test_sampler.py"
 PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", "lookup", "file"))
 BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
 
+TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
+FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
+PROOF = "runtime/parts/proof/part.py"
+FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
+BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
+
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
     (QUEUED, "if rewrite is None and not any(others):", "if True:", f"{DELAYED} -k failure_37"),
@@ -180,7 +186,7 @@ MUTANTS = [
     (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
      "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
      f"{RECORDER} -k not_replayed"),
-    (PART, "[*checks, Check(name, relied.addresses.check_step, IN_TURN)]", "checks",
+    (PART, "[*checks, self._addresses(name, relied.addresses)]", "checks",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
     (MODEL, "            self.bind()\n        if metadata_for",
@@ -275,6 +281,51 @@ MUTANTS = [
      "tests/tools/test_attention.py -k failure_29"),
     (CLASSES, "        return Reason.LORA_CASE_MISSING\n", "        pass\n",
      f"{POLICY} -k lora_batches"),  # 8
+    (PART, "self._registrations.watch(compiled.model)", "pass",
+     f"{WEIGHTS} -k noticed_by_the_next"),
+    (PART, "if not self._emulated:", "if True:", f"{WEIGHTS} -k noticed_by_the_next"),
+    (PART, "register_again(self._core.code.compiled.model)", "pass", f"{WEIGHTS} -k refresh_tells"),
+    (PART, "self._registrations.close()", "pass", f"{WEIGHTS} -k torchs_hooks"),
+    (TAPED, "if reads and count() > before:", "if False:", f"{FAITHFUL} -k host_read"),
+    (TAPED, "if reads and count() > before:", "if reads:", "tests/runtime/test_replay_backend.py"),
+    (f"{REPLAY}/host_copies.py", "raise value_read(func)", "pass", f"{FAITHFUL} -k value_read"),
+    (OWNERSHIP, "if left := self.left.get(storage_id(tensor)):", "if left := None:",
+     f"{LIVE}/test_breakable.py -k leaves_a_break"),
+    (TAPED, "self.ownership.refuse_left((args, kwargs))", "pass", f"{FAITHFUL} -k op_left"),
+    (FORMS, "if got != dtype or now != dims:", "if now != dims:", f"{TOLD} -k wider"),
+    (FORMS, "if got != dtype or now != dims:", "if got != dtype:", f"{TOLD} -k columns"),
+    (FORMS, "matter, strict=True)]:", "matter, strict=True)] and False:", f"{TOLD} -k strides"),
+    (FORMS, "if found := _FAILED_OP.search(str(error)):", "if found := None:",
+     f"{TOLD} -k assertion"),
+    (CODE, "if num_tokens in self._ran", "if self._ran", f"{TOLD} -k splitting_op"),
+    (BREAKS, "checked_link(compiled, _record_hooks)", "compiled.link(_record_hooks)",
+     f"{TOLD} -k splitting_op"),
+    ("runtime/parts/proof/row_mixing.py", "isinstance(fn, WithoutBreaks) else CheckedOps", "True",
+     f"{TOLD} -k in_a_piece"),
+    (QUEUED, "            self._end_watch()\n            raise", "            raise",
+     f"{DELAYED} -k disturb_a_start"),
+    ("runtime/prepare.py", "without_modes(),", "", f"{DELAYED} -k disturb_a_start"),
+    ("runtime/prepared_model.py", "if not isinstance(tensor, torch.Tensor):", "if False:", MISUSE),
+    ("runtime/prepared_model.py", "raise NotCopyable()", "return super().__reduce_ex__(protocol)",
+     MISUSE),
+    ("runtime/parts/log/part.py", "if not callable(getattr(observer, name, None)):", "if False:",
+     MISUSE),
+    (STEPS, "self._must_fit(args, kwargs, error)", "pass", MISUSE),
+    ("compile/trace/dynamo.py", "id(value) not in references:", "False:", MISUSE),
+    ("dispatch/batch.py", "raise BatchInvalid(batch=self, fault=fault)", "pass",
+     "tests/dispatch/test_dispatcher.py -k wrong_type"),
+    (FIRST, "first, again())", "first, (set(), set()))", f"{SET_UP} -k each_run"),
+    (FIRST, "        if written:", "        if False:", f"{SET_UP} -k fills"),
+    (FIRST, "        before.restore()\n        raise", "        raise", f"{SET_UP} -k fills"),
+    (FIRST, "if self.op is None and is_custom(func) and self._changed():", "if False:", SET_UP),
+    (FIRST, "    if set_up:\n", "    if False:\n", f"{SET_UP} -k are_kept"),
+    (BATCH, 'error.facts["left"] == STAYS', "False", f"{SET_UP} -k fills"),
+    (BATCH, "            metadata.restore()", "            pass", f"{SET_UP} -k derived"),
+    ("runtime/capture/recorder.py", "metadata.restore()", "pass", f"{SET_UP} -k derived"),
+    (PROOF, "set(held.changed()) - self._changing", "set()", f"{SET_UP} -k proof"),
+    (PROOF, "self.proved.clear()", "pass", f"{SET_UP} -k proof"),
+    (DELAYED_STEP, "if compiled.traced else _named_tensors(compiled.model)", "",
+     f"{DELAYED} -k without_a_trace"),
 ]  # fmt: skip
 
 

@@ -117,6 +117,14 @@ class PieceStep(Frozen):
     outs: tuple[str, ...]
 
 
+class Form(Frozen):
+    """Of a tensor; sizes and strides are numbers, or expressions over the plan's symbols."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    stride: tuple[int | str, ...]
+
+
 class CallStep(Frozen):
     """Call of a splitting op; `args` and `kwargs` are encoded by `serialization.encode`."""
 
@@ -128,6 +136,9 @@ class CallStep(Frozen):
     """Names of the used elements of the result, None for others; one name for a single tensor."""
     unpack: bool
     """Whether the result is a tuple whose elements `outs` names."""
+    forms: tuple[Form | None, ...] = ()
+    """For each of `outs` what the op's fake kernel said; None for what is unused or no tensor, or
+    depends on data."""
     autocast: Any = None
     """Arguments of the autocast region around the call, encoded; None outside of any."""
 

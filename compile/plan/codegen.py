@@ -22,6 +22,10 @@ from ..ir.serialization import decode, refs, source
 StepFn = Callable[..., tuple[Any, ...]]
 Hook = Callable[[int, Callable[..., Any]], Callable[..., Any]]
 
+AfterCall = Callable[[int, Sequence[Any], Sequence[int]], None]
+"""Given the position of a splitting call, the results of it that are used, in the order of its
+`outs`, and the sizes of the plan's symbols."""
+
 STEP_FILE = "<piecegraph stitched>"
 """The file of the step function in tracebacks."""
 
@@ -34,11 +38,13 @@ def build_step(
     weights: Mapping[str, torch.Tensor],
     piece_hook: Hook | None = None,
     call_hook: Hook | None = None,
+    after_call: AfterCall | None = None,
 ) -> StepFn:
     """The step function of `plan`. `weights` maps qualified names to tensors.
 
     `piece_hook(use, fn)` and `call_hook(use, fn)` may replace the callable of each piece step and
     of each splitting call. A capture uses them to put graph segments around the same code.
+    `after_call` is told of the results of each splitting call.
     """
     calls = plan.calls()
     bound: dict[str, Any] = {weight.name: weights[weight.target] for weight in plan.weights}
@@ -49,8 +55,10 @@ def build_step(
         if call.autocast is not None:
             op = under_autocast(op, decode(call.autocast))
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
-    text, constants = step_source(plan)
+    text, constants = step_source(plan, told=after_call is not None)
     bound.update(constants)
+    if after_call is not None:
+        bound["told"] = after_call
     namespace: dict[str, Any] = {"plan": plan}
     exec(compile(text, STEP_FILE, "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
@@ -67,8 +75,12 @@ def failed_piece(error: BaseException) -> int | None:
     return None
 
 
-def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:
-    """Source of `link(...)`, which returns the step function, and the constants it refers to."""
+def step_source(plan: Plan, told: bool = False) -> tuple[str, dict[str, Any]]:
+    """Source of `link(...)`, which returns the step function, and the constants it refers to.
+
+    With `told` that function is told of results, in the lines of the calls.
+    """
+    sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     constants: dict[str, Any] = {}
     body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]
     last = _last_uses(plan)
@@ -79,7 +91,11 @@ def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:
             body.append(f"{taken}p{piece_use}([{', '.join(step.args)}])")
             piece_use += 1
         else:
-            body.append(_call(f"c{call_use}", step, constants))
+            call = _call(f"c{call_use}", step, constants)
+            if told and any(step.forms):
+                results = "".join(f"{out}, " for out in step.outs)
+                call += f"; told({call_use}, ({results}), ({sizes}))"
+            body.append(call)
             call_use += 1
         if dead := last.get(index):
             body.append(f"del {', '.join(dead)}")
@@ -89,6 +105,7 @@ def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:
         *(f"p{use}" for use in range(piece_use)),
         *(f"c{use}" for use in range(call_use)),
         *constants,
+        *(["told"] if told else []),
     ]
     lines = [
         f"def link({', '.join(names)}):",

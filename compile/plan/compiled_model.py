@@ -14,7 +14,10 @@ from ..conditions.places import reader
 from ..ir.compilation import PieceFn
 from ..ir.plan import Plan
 from ..ir.serialization import dtype_name
-from .codegen import Hook, StepFn, build_step
+from .codegen import AfterCall, Hook, StepFn, build_step
+
+Hooks = Callable[[Plan], tuple[Hook, Hook]]
+"""Of a plan the hooks of `build_step`."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,24 @@ class CompiledModel:
     sources: range = range(0)
     """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
 
-    def link(self, hooks: Callable[[Plan], tuple[Hook, Hook]] | None = None) -> StepFn:
+    def link(
+        self,
+        hooks: Hooks | None = None,
+        after_call: Callable[[Plan], AfterCall] | None = None,
+    ) -> StepFn:
         """The function from the plan's input tensors to its results; see `build_step`.
 
-        With several ranges it chooses by the size it is called with. `hooks` gives those of each
-        trace.
+        With several ranges it chooses by the size it is called with. `hooks` and `after_call` give
+        those of each trace.
         """
         steps, ends = [], []
         for plan in self.plan.intervals():
             takes = [[item.path for item in self.plan.inputs].index(i.path) for i in plan.inputs]
             for interval in plan.ranges:
                 pieces = [self.pieces[artifact] for artifact in interval.artifacts]
-                call = build_step(plan, pieces, self.weights, *(hooks(plan) if hooks else ()))
+                piece_hook, call_hook = hooks(plan) if hooks else (None, None)
+                told = after_call(plan) if after_call else None
+                call = build_step(plan, pieces, self.weights, piece_hook, call_hook, told)
                 in_order = takes == list(range(len(self.plan.inputs)))
                 steps.append(call if in_order else _taking(call, takes))
                 ends.append(interval.high)

@@ -20,6 +20,7 @@ from ..ir.plan import (
     CallStep,
     Check,
     CompiledRange,
+    Form,
     GuardRecord,
     PieceStep,
     Plan,
@@ -197,9 +198,10 @@ class PlanBuilder:
         op = overload_of(node.target)
         if elements:
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
-            width = len(node.meta["example_value"])
-            outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
+            values = node.meta["example_value"]
+            outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(len(values)))
         else:
+            values = [node.meta.get("example_value")]
             outs = (self._fresh(node),) if node.users else ()
         return CallStep(
             op=overload_name(op),
@@ -207,8 +209,21 @@ class PlanBuilder:
             kwargs={key: encode(self._argument(arg)) for key, arg in node.kwargs.items()},
             outs=outs,
             unpack=bool(elements),
+            forms=tuple(
+                self._told(value) if out else None for out, value in zip(outs, values, strict=False)
+            ),
             autocast=encode(node.meta.get(AUTOCAST)),
         )
+
+    def _told(self, value: Any) -> Form | None:
+        """The form of a result in the trace."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        try:
+            shape, stride = (tuple(map(self._size, of)) for of in (value.shape, value.stride()))
+        except UnboundSymbol:
+            return None
+        return Form(dtype=dtype_name(value.dtype), shape=shape, stride=stride)
 
     def _argument(self, value: Any) -> Any:
         match value:

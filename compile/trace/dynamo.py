@@ -23,6 +23,7 @@ from ...errors import (
     InputNotTraceable,
     NothingToCompile,
     ReturnedUnread,
+    ReturnsWeight,
     StateChanged,
     TraceFailed,
     TransformInForward,
@@ -197,11 +198,7 @@ def _sources(
     """Evaluate each placeholder's source expression and identify the resulting object."""
     arguments_of_forward = {**captured.closure, **captured.local_scope}
     scope = {"L": arguments_of_forward, "G": captured.global_scope}
-    weights = {
-        id(tensor): name
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in reversed(list(named(remove_duplicate=False)))
-    }
+    weights = _weight_names(model)
     arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
     sources: dict[Node, Leaf | str | Place | None] = {}
     tensors: dict[Node, torch.Tensor] = {}
@@ -219,6 +216,15 @@ def _sources(
             raise InputNotTraceable(where=where, source=expression) from error
         sources[node], tensors[node] = source, value
     return sources, tensors
+
+
+def _weight_names(model: torch.nn.Module) -> dict[int, str]:
+    """Qualified names of parameters and buffers by identity; of several the first."""
+    return {
+        id(tensor): name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in reversed(list(named(remove_duplicate=False)))
+    }
 
 
 def _place(expression: str, weight: str | None, locator: Locator) -> str | Place:
@@ -253,13 +259,17 @@ def _structure(
         for leaf in reversed(examples.leaves())
         if isinstance(leaf.value, torch.Tensor)
     }
+    weights = _weight_names(model)
     returned: dict[str, Leaf] = {}
 
     def ref(value: Any) -> Ref | None:
-        if (leaf := arguments.get(id(value))) is None:
-            return references.get(id(value))
-        returned[leaf.label] = leaf
-        return Ref(f"L.{leaf.label}")
+        if (leaf := arguments.get(id(value))) is not None:
+            returned[leaf.label] = leaf
+            return Ref(f"L.{leaf.label}")
+        if isinstance(value, torch.Tensor) and id(value) not in references:
+            name = repr(weights.get(id(value), f"a tensor of shape {list(value.shape)}"))
+            raise ReturnsWeight(name=name)
+        return references.get(id(value))
 
     return with_refs(result, ref), list(returned.values())
 

@@ -8,10 +8,12 @@ keeps its identity, so a new tensor is never mistaken for an old one.
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -19,13 +21,15 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ...compile.ir.ops import tensors_in
-from ...errors import HostReadInCapture
+from ...errors import HostReadInCapture, TensorLeftBreak
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import (
     OpOverload,
     branches_by_value,
+    call_kernel,
     is_composite,
     is_higher_order,
+    is_python_op,
     run_higher_order,
     run_kernel,
 )
@@ -39,7 +43,9 @@ from ...torch_compat.basics.tensors import (
 )
 
 _ROOT = Path(__file__).parents[2]
-_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in ("compile", "runtime", "tools/bisect"))
+_PARTS = ("compile", "runtime", "torch_compat", "tools/bisect")
+_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in _PARTS)
+TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -64,13 +70,25 @@ class Found:
             return alias.set_(self.storage, *self.place)
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Memory that a break made: which break, and the user's line that called it."""
+
+    storage: StorageWeakRef
+    name: str
+    where: str | None
+
+
 class Ownership:
     """Storages made inside one recording, and aliases of the tensors that came from outside."""
 
-    __slots__ = ("_found", "_made")
+    __slots__ = ("_found", "_made", "left")
 
     def __init__(self) -> None:
         self._made: dict[int, StorageWeakRef] = {}
+        self.left: dict[int, Left] = {}
+        """Memory that a break made when it last ran. Its next run makes other memory: only a result
+        is copied to where the next graph reads it."""
         self._found: dict[int, Found] = {}
 
     def is_made(self, tensor: Tensor) -> bool:
@@ -91,6 +109,8 @@ class Ownership:
         The memory is held, not the tensor: assigning `.data` of a parameter must not change what
         the graph reads. Nor is a tensor on it: so `is_used` tells whether others use the memory.
         """
+        tensors = list(tensors)
+        self.refuse_left(tensors)
         for tensor in tensors:
             identity = storage_id(tensor)
             if identity not in self._made and identity not in self._found:
@@ -100,6 +120,14 @@ class Ownership:
                 line = where() if baked else None
                 found = Found(*held, ref(tensor), tensor.data_ptr(), baked, line)
                 self._found[identity] = found
+
+    def refuse_left(self, value: Any) -> None:
+        """Raise TensorLeftBreak for a tensor inside `value` that a break has left."""
+        for tensor in memory_of(value) if self.left else ():
+            if left := self.left.get(storage_id(tensor)):
+                form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+                called = f" (at {left.where})" if left.where else ""
+                raise TensorLeftBreak(where=user_line(), op=left.name, called=called, form=form)
 
     def found(self) -> list[Tensor]:
         """Aliases of the tensors from outside."""
@@ -213,6 +241,30 @@ class TensorTracker(LightDispatchMode):
         return fresh
 
 
+class MadeInBreak(LightDispatchMode):
+    """Collects in `storages` the memory that operators make inside, also in custom ops."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        is_torchs = is_higher_order(func) or func.namespace in TORCH_NAMESPACES
+        if is_torchs or not is_python_op(func):
+            result = func(*args, **given)
+        else:
+            with self:
+                result = call_kernel(func, args, given)
+        used = {storage_id(tensor) for tensor in memory_of((args, given))}
+        for tensor in memory_of(result):
+            if storage_id(tensor) not in used:
+                self.storages[storage_id(tensor)] = weak_storage(tensor)
+        return result
+
+
 def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
     if is_higher_order(func):
@@ -227,24 +279,24 @@ def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
 def user_line() -> str | None:
     """file:line of the innermost frame outside of torch and this package; None in the generated
     code of a piece, whose callers did not cause what it does."""
-    return _innermost(traceback.extract_stack())
+    return _innermost(traceback.walk_stack(sys._getframe()))
 
 
 def error_line(error: BaseException) -> str | None:
     """As `user_line`, of the code that raised `error`."""
-    return _innermost(traceback.extract_tb(error.__traceback__))
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def _innermost(frames: traceback.StackSummary) -> str | None:
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     in_piece = False
-    for frame in reversed(frames):
-        if frame.filename.startswith("<eval_with_key>"):
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.startswith("<eval_with_key>"):
             in_piece = True
-        elif frame.filename.endswith("/_dynamo/eval_frame.py"):
+        elif file.endswith("/_dynamo/eval_frame.py"):
             in_piece = False  # but a region that the model compiles itself
-        ours = frame.filename.startswith(_OURS)
-        if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
-            return None if in_piece else f"{frame.filename}:{frame.lineno}"
+        if not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file):
+            return None if in_piece else f"{file}:{line}"
     return None
 
 

@@ -18,6 +18,7 @@ from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.ir.plan import Plan
 from ...compile.plan.codegen import Hook
 from ...compile.plan.compiled_model import CompiledModel
+from ...compile.plan.result_forms import checked_link
 from ...errors import HostCopyInCapture, HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
@@ -125,7 +126,7 @@ def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callabl
     Of a model that is not traced, each code of a region that it compiles is one operation.
     """
     if compiled.traced:
-        return compiled.link(_record_hooks)
+        return checked_link(compiled, _record_hooks)
     forward, calls = compiled.link(), dict[Any, Fn]()
     for op in map(resolve_op, splitting_ops):
         assert isinstance(op, OpOverload)

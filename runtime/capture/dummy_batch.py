@@ -18,17 +18,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.held_values import HeldValues
 from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
-from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
+from ...errors import (
+    DummyStepFailed,
+    LayerMissing,
+    MetadataFailed,
+    OtherRowsWritten,
+    SetUpOnFirstUse,
+)
 from ...torch_compat.basics.devices import devices_in_use
 from ..backends.ownership import error_line
 from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
+from .first_use import STAYS, run_twice
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -103,34 +111,57 @@ class DummyBatches:
         inputs: StaticInputs,
         context: ForwardContext,
         around: Callable[[], AbstractContextManager[Any]],
+        emit: Callable[..., None],
     ) -> None:
-        """`around` gives what is entered while a batch runs."""
+        """`around` gives what is entered while a batch runs. `emit` emits an event."""
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
         self._code = code
         self._inputs = inputs
         self._around = around
-        self._checked = False  # all sizes run the same code
-        self._refused: OtherRowsWritten | None = None
+        self._emit = emit
+        self._checked = set[tuple[RuntimeMode, bool]]()
+        """Modes, and whether of decode batches: all sizes run the same code."""
+        self._refused: DummyStepFailed | None = None
 
     @contextmanager
     def batch(
         self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
     ) -> Iterator[tuple[Tensor, ...]]:
         """The static inputs of `sizes`, with a batch of padding in the forward context."""
-        state = model_state(self._code.compiled)
-        batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), state, not self._checked)
-        if self._refused is not None:  # the same write again changes nothing
+        compiled, kind = self._code.compiled, (mode, descriptor.for_decode)
+        state, is_first = model_state(compiled), kind not in self._checked
+        inputs = self._inputs.at(sizes)
+        batch = DummyBatch(descriptor, mode, inputs, list(state.values()), is_first)
+        if self._refused is not None:  # a second try would not see it
             raise self._refused
         try:
             in_context = batch.in_context(self.context, self.metadata_for)
             with self._around(), in_context as views:
+                if is_first:
+                    self._run_twice(views, state)
                 yield views
         except OtherRowsWritten as error:
             self._refused = error
             raise
-        self._checked = True
+        except SetUpOnFirstUse as error:
+            if error.facts["left"] == STAYS:
+                self._refused = error
+            raise
+        self._checked.add(kind)
+
+    def _run_twice(self, views: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
+        """Raises SetUpOnFirstUse."""
+        metadata = HeldValues({"metadata": self.context.metadata}, depth=3)
+        layers = {f"layers[{name!r}]": each for name, each in self.context.layers.items()}
+
+        def run() -> None:
+            self._code.call(*views)
+            metadata.restore()  # each step has its own
+
+        objects = dict(self._code.compiled.model.named_modules()) | layers
+        run_twice(run, objects, state, views, self._emit)
 
     def run(self, sizes: Mapping[str, int]) -> None:
         """Run the code without a graph on a dummy batch."""
@@ -158,12 +189,13 @@ class DummyBatches:
         return self._inputs.at(self.sizes(graph_index))
 
 
-def model_state(compiled: CompiledModel) -> list[Tensor]:
-    """The weights and buffers that compiled code writes to; code that is not traced may write to
-    any buffer."""
+def model_state(compiled: CompiledModel) -> dict[str, Tensor]:
+    """The weights and buffers that compiled code writes to, by name; code that is not traced may
+    write to any buffer."""
     if not compiled.traced:
-        return list(compiled.model.buffers())
-    return [compiled.weights[weight.target] for weight in compiled.plan.weights if weight.written]
+        return dict(compiled.model.named_buffers())
+    written = [weight.target for weight in compiled.plan.weights if weight.written]
+    return {name: compiled.weights[name] for name in written}
 
 
 @contextmanager

@@ -26,11 +26,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...compile.held_values import HeldValues
 from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
-from ..backends.ownership import Ownership
+from ..backends.ownership import Left, MadeInBreak, Ownership, user_line
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
@@ -60,13 +61,15 @@ def record(
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
     recorder = Recorder(session, breaks, modules, notes)
-    token = ACTIVE.set(recorder)
+    token, context = ACTIVE.set(recorder), CURRENT.get()
+    metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
         with regions_noted(recorder.note_region):
             fn(*inputs)
     except BaseException:
         ACTIVE.reset(token)
         raise
+    metadata.restore()  # as in a step, which has its own: what is derived from it is in the graph
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
@@ -207,7 +210,7 @@ class Recorder:
         )
         if self._session.backend.runs_python:
             self.graphs[-1].replay()
-            self._run(call)
+            self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
         caller = calling_module(self._module_names)
@@ -229,6 +232,18 @@ class Recorder:
             return call()
         finally:
             self._in_op = False
+
+    def _run_in_capture(self, name: str, call: Callable[[], Any]) -> None:
+        """Run a splitting op, and note the memory that it makes and leaves elsewhere than in its
+        result: the warm-up run has made what it keeps. A mode would have regions compiled again."""
+        if self._has_regions:
+            self._run(call)
+            return
+        with MadeInBreak() as made:
+            self._run(call)
+        left = {id: each for id, each in made.storages.items() if not each.expired()}
+        where = user_line() if left else None
+        self.ownership.left |= {id: Left(each, name, where) for id, each in left.items()}
 
     def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
         """Call a compiled piece as one operation, which reads the context of its capture."""

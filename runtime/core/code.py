@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +11,30 @@ import torch
 from torch import Tensor
 
 from ...compile.ir.plan import Plan, evaluated
-from ...compile.plan.codegen import Hook
-from ...compile.plan.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel, Hooks
+from ...compile.plan.result_forms import checked_link, is_checked
 from ...errors import ModelClosed
 from ..backends.protocol import Code, GraphBackend
 from .binding import laid_out, lay_out
 from .static_inputs import BoundInputs, StaticInputs, real_part
 
-LinkHooks = Callable[[Plan], tuple[Hook, Hook]]
-"""Those of `CompiledModel.link`."""
-
 
 class ModelCode:
-    """`call` is the code from the plan's inputs to its results. `inputs` are its static inputs."""
+    """`call` is the code from the plan's inputs to its results. `inputs` are its static inputs.
 
-    __slots__ = ("_backend", "_hooks", "_laid_out", "call", "compiled", "inputs")
+    The first time that it runs a number of tokens, forms of what splitting ops return are compared.
+    """
+
+    __slots__ = (
+        "_backend",
+        "_checked",
+        "_hooks",
+        "_laid_out",
+        "_ran",
+        "call",
+        "compiled",
+        "inputs",
+    )
 
     compiled: CompiledModel
     call: Code
@@ -34,7 +44,7 @@ class ModelCode:
     ) -> None:
         self.inputs = inputs
         self._backend = backend
-        self._hooks: LinkHooks | None = None
+        self._hooks: Hooks | None = None
         self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
         self.bind(compiled)
 
@@ -42,8 +52,10 @@ class ModelCode:
         """Use the weights that `compiled` is bound to."""
         self.compiled = compiled
         self.call = self._backend.link(compiled.link(self._hooks), compiled)
+        self._checked: Code | None = None
+        self._ran: Any = set() if is_checked(compiled.plan) else range(sys.maxsize)
 
-    def link(self, hooks: LinkHooks | None) -> None:
+    def link(self, hooks: Hooks | None) -> None:
         """Run each piece and each splitting op through what `hooks` give for a plan."""
         if hooks is not self._hooks:
             self._hooks = hooks
@@ -54,17 +66,33 @@ class ModelCode:
         """Names of the inputs that graphs read where the engine has them."""
         return frozenset(self.inputs.owned)
 
-    def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run(self, tensors: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
         """Run one step. Inputs of other strides than compiled code relies on are copied."""
+        call = self.call if num_tokens in self._ran else self._first_call(num_tokens)
         if self._laid_out(*tensors):
-            return self.call(*tensors)
+            return call(*tensors)
         inputs = self.compiled.plan.inputs
         copies = [lay_out(item, tensor) for item, tensor in zip(inputs, tensors, strict=True)]
-        results = self.call(*copies)
+        results = call(*copies)
         for item, tensor, copy in zip(inputs, tensors, copies, strict=True):
             if item.written and copy is not tensor:
                 tensor.copy_(copy)
         return results
+
+    def _first_call(self, num_tokens: int) -> Code:
+        """The code for a number of tokens that has not run."""
+        if self._checked is None:
+            self._checked = self._backend.link(
+                checked_link(self.compiled, self._hooks), self.compiled
+            )
+        checked = self._checked
+
+        def first(*tensors: Any) -> tuple[Any, ...]:
+            results = checked(*tensors)
+            self._ran.add(num_tokens)
+            return results
+
+        return first
 
     def run_padded(
         self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int] = {}
@@ -74,7 +102,10 @@ class ModelCode:
         Returns the real rows of the results.
         """
         inputs = self.padded(tensors, sizes, padded)
-        outputs = self.call(*inputs.views)
+        position, dim = self.compiled.plan.token_source()
+        num_tokens = inputs.views[position].shape[dim]
+        call = self.call if num_tokens in self._ran else self._first_call(num_tokens)
+        outputs = call(*inputs.views)
         if inputs.written:
             inputs.copy_back(tensors)
         results = real_results(self.compiled.plan, outputs, sizes)

@@ -24,6 +24,7 @@ from ...errors import (
     BatchInvalid,
     BatchMismatch,
     DecisionOfAnother,
+    InvalidArgument,
     ModelClosed,
     StepInProgress,
 )
@@ -108,7 +109,8 @@ class StepRunner:
         self.code = code
         self.dispatcher = dispatcher
         self._graphs = graphs
-        self._bind = binder(plan, inspect.signature(code.compiled.model.forward))
+        self._signature = inspect.signature(code.compiled.model.forward)
+        self._bind = binder(plan, self._signature)
         self._pack = packer(plan)
         self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
         self._min_num_tokens = plan.symbols[self._token_symbol].low
@@ -149,7 +151,11 @@ class StepRunner:
         where that is known."""
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
-        tensors, sizes = self._bind(stated, *args, **kwargs)
+        try:
+            tensors, sizes = self._bind(stated, *args, **kwargs)
+        except TypeError as error:
+            self._must_fit(args, kwargs, error)
+            raise
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
@@ -180,7 +186,7 @@ class StepRunner:
                     self.before_padding()
                     results = self.code.run_padded(tensors, sizes)
                 else:
-                    results = self.code.run(tensors)
+                    results = self.code.run(tensors, num_tokens)
             else:
                 results = graph.replay(tensors, sizes, copied)
             self.running = False
@@ -197,6 +203,18 @@ class StepRunner:
         if self._poison_result is not None:
             self._poison_old_results(graph, self._poison_result)
         return self._pack(results, tensors)
+
+    def _must_fit(self, args: Any, kwargs: Any, error: TypeError) -> None:
+        """Raise InvalidArgument for arguments that the model's forward does not take."""
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as reason:
+            raise InvalidArgument(
+                call="the prepared model",
+                name="its inputs",
+                value=f"arguments that do not fit: {reason}",
+                expected=f"forward{self._signature}, and metadata= and batch= by name",
+            ) from error
 
     def _graph_of(self, decision: Decision) -> StepGraph | None:
         """Raises DecisionOfAnother unless `decision` is one of this model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from piecegraph.dispatch import (
     NO_GRAPH,
@@ -492,10 +493,11 @@ def test_the_tables_of_rare_batches_are_bounded():
     [
         (None, "NoneType"),
         ((4, 4), "tuple"),
-        (Batch("4", 4), "num_tokens"),
-        (Batch(4.0, 4), "num_tokens"),
-        (Batch(None, 4), "num_tokens"),
-        (Batch(4, None), "num_reqs"),
+        (lambda: Batch("4", 4), "num_tokens"),
+        (lambda: Batch(torch.tensor(4), torch.tensor(4)), "num_tokens"),
+        (lambda: Batch(4.0, 4), "num_tokens"),
+        (lambda: Batch(None, 4), "num_tokens"),
+        (lambda: Batch(4, None), "num_reqs"),
         (Batch(4, 4, num_loras="a"), "num_loras"),
         (Batch(4, 4, is_decode=True, query_len="1"), "query_len"),
         (Batch(4, 2, is_decode=True, max_query_len=2.5), "max_query_len"),
@@ -510,7 +512,7 @@ def test_a_fact_of_the_wrong_type_is_refused_by_name(batch, field):
     it = dispatcher("FULL_AND_PIECEWISE", [2, 4, 8], query_lens=(1, 3))
     it.dispatch(Batch(4, 4, is_decode=True, query_len=1))  # the tables exist now
     with pytest.raises(BatchInvalid, match=field):
-        it.dispatch(batch)
+        it.dispatch(batch() if callable(batch) else batch)
 
 
 @pytest.mark.parametrize("modes", ["FULL", ["FULL"], FULL, 5])

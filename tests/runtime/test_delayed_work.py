@@ -29,6 +29,7 @@ from piecegraph import (
 )
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
 
 from .conftest import compile_once, prepare_on_replay
@@ -591,3 +592,49 @@ def test_on_a_device_other_streams_need_an_event(
         assert not all(is_right(rewrite, None, seed) for seed in range(64)), rewrite
         copied = mode is not GraphMode.NONE and rewrite in (inputs, lora_indices)
         assert all(is_right(rewrite, copies_done, seed) for seed in range(64)) == copied, rewrite
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_in_flight_and_their_failures_do_not_disturb_a_start(
+    make_scene: Callable[..., Scene], fails: bool
+) -> None:
+    """The mode that sees the engine's operations would be in the way of Dynamo."""
+    scene = make_scene(GraphMode.PIECEWISE, delay=True)
+    if fails:
+        scene.metadata.factors = []
+    result = scene.step()
+    if fails:
+        with pytest.raises(IndexError):
+            scene.prepared.backend.synchronize()
+        assert last_modes() == (None, None)
+    config = scene.prepared.config.changed(graph_mode="NONE")
+    prepare(Model(), config, layers={"kv": scene.kv}).close()
+    assert fails or not result.isnan().any()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_an_early_rewrite_of_a_weight_is_named_without_a_trace() -> None:
+    model = Scaled()
+    config = Config(
+        inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,
+        capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, compile=False,
+        cache=False,
+    )  # fmt: skip
+    options = ReplayOptions(delay=True, fail_on_early_writes=True)
+    prepared = prepare(model, config, backend=ReplayBackend(options))
+    prepared.capture()
+    result = prepared(torch.ones(4, HIDDEN), batch=Batch(4, 4))
+    model.scale.fill_(2)
+    with pytest.raises(RewrittenEarly, match="rewrote scale before"):
+        result.sum().item()
+    del result
+    prepared.backend.synchronize()
+    prepared.close()

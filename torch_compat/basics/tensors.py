@@ -89,14 +89,17 @@ def under_this_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
-HOST_READS = frozenset(
+VALUE_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+"""Reads of values that a device waits for, and that a mode for functions alone sees."""
+
+HOST_READS = VALUE_READS | frozenset(
     {
-        *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__deepcopy__),
+        *(Tensor.__dlpack__, Tensor.__deepcopy__),
         # of what serializes a tensor, it alone asks for these
         Tensor._backward_hooks.__get__,  # type: ignore[union-attr]
     }
 )
-"""Reads of values on the host that a mode for functions sees, and no dispatch mode."""
+"""Reads of memory on the host that a mode for functions sees, and no dispatch mode."""
 
 
 def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:

@@ -42,7 +42,8 @@ class DelayedStep:
         labels = [f"input {item.label!r}" for item in compiled.plan.inputs]
         self._names = [*zip(labels, inputs, strict=True), *metadata, *layers]
         self.weights = {name: each.detach() for name, each in weights}  # at their present addresses
-        self._names += self.weights.items()
+        named = self.weights.items() if compiled.traced else _named_tensors(compiled.model)
+        self._names += named
         self.metadata = [each for _, each in metadata]
         written = {weight.target for weight in compiled.plan.weights if weight.written}
         self._state = [each for _, each in layers]
@@ -75,6 +76,11 @@ class DelayedStep:
     def _run(self, run: Callable[[], object]) -> None:
         with torch.no_grad(), forward_context(self._context):
             run()
+
+
+def _named_tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """What a model that is not traced may read by itself."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def delays(queue: WorkQueue | None) -> bool:

@@ -1,7 +1,8 @@
-"""Copies from the host inside a capture that a CPU does not show.
+"""Copies from the host, and reads on it, inside a capture that a CPU does not show.
 
 `torch.arange(n).to(x.device)` makes a tensor on the host and copies it to the device, which no
-capture on a device can do. On a CPU both are in one memory, and `.to` does nothing.
+capture on a device can do. On a CPU both are in one memory, and `.to` does nothing. `tolist()` and
+`numpy()` wait for a device; on a CPU they call no operator.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ....errors import HostCopyInCapture
+from ....errors import HostCopyInCapture, HostReadInCapture
 from ....torch_compat.basics.ops import is_op
 from ....torch_compat.basics.tensors import (
+    VALUE_READS,
     StorageWeakRef,
     has_default_device,
     storage_id,
@@ -25,7 +27,8 @@ from ..ownership import memory_of, user_line
 
 
 class HostCopies(TorchFunctionMode):
-    """Raises HostCopyInCapture for a tensor on the host that is moved to a device.
+    """Raises HostCopyInCapture for a tensor on the host that is moved to a device, and
+    HostReadInCapture.
 
     On the host are tensors that are made from none without a device, and those computed from them
     alone. Only calls while `is_open()` count. The body of an operator is not looked at.
@@ -41,6 +44,8 @@ class HostCopies(TorchFunctionMode):
         given = kwargs or {}
         if not self._is_open() or is_op(func):
             return func(*args, **given)
+        if func in VALUE_READS:
+            raise value_read(func)
         used = memory_of((args, given))
         makers = [self._on_host.get(storage_id(tensor)) for tensor in used]
         named = any(isinstance(each, torch.device) for each in (*args, *given.values()))
@@ -55,3 +60,21 @@ class HostCopies(TorchFunctionMode):
             name, where = maker[1:] if maker else (func.__name__, user_line())
             self._on_host.setdefault(storage_id(tensor), (weak_storage(tensor), name, where))
         return result
+
+
+class ValueReads(TorchFunctionMode):
+    """Calls `note` before each read of values that no dispatch mode sees."""
+
+    def __init__(self, note: Callable[[HostReadInCapture], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in VALUE_READS:
+            self._note(value_read(func))
+        return func(*args, **(kwargs or {}))
+
+
+def value_read(func: Any) -> HostReadInCapture:
+    """The error of `tolist`, `numpy`, and what numpy calls, as in `np.asarray`."""
+    return HostReadInCapture(where=user_line(), op=f"{func.__name__}()")

@@ -4,8 +4,6 @@ While it records, every operation runs, since shapes and indices must be real, b
 what it wrote outside is restored, what it made is poisoned. So a capture does not execute, as on a
 GPU. Views are not recorded. The body of a custom op written in Python runs once and leaves the
 operators it calls; an op that calls none is itself one operation.
-
-It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
 """
 
 from __future__ import annotations
@@ -34,12 +32,14 @@ from ....torch_compat.basics.tensors import (
 )
 from ..ownership import (
     ALLOCATIONS,
+    TORCH_NAMESPACES,
     Ownership,
     TensorTracker,
     memory_of,
     reads_host,
     user_line,
 )
+from .host_copies import ValueReads
 
 Operation = partial[Any]
 
@@ -53,6 +53,8 @@ class Tape(TensorTracker):
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._value_reads: list[HostReadInCapture] = []
+        self._ops_in_pieces = 0
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
@@ -81,7 +83,7 @@ class Tape(TensorTracker):
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
             arguments = self._save(used)
-            with EachOp(self._note_host_read):
+            with EachOp(self._see_in_piece, self._kernel_in_piece):
                 kept = fn(*args)
             if self.host_read is not None:
                 raise self.host_read  # here, where the piece and so the line is known
@@ -92,10 +94,33 @@ class Tape(TensorTracker):
             self._record(fn, args, {}, result, fresh)
         return result
 
-    def _note_host_read(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """The first one counts: an op may swallow the error."""
+    def _see_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """The first host read counts: an op may swallow the error."""
+        self.ownership.refuse_left((args, kwargs))
+        self._ops_in_pieces += is_higher_order(func) or not func.is_view
         if reads_host(func, args, kwargs):
             self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
+
+    def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        run = partial(super().run, func, args, kwargs)
+        if func.namespace in TORCH_NAMESPACES:
+            return run()
+        return self._kernel(run, lambda: len(self.operations))
+
+    def _kernel_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        return self._kernel(partial(_on_cpu, func, args, kwargs), lambda: self._ops_in_pieces)
+
+    def _kernel(self, run: Callable[[], Any], count: Callable[[], int]) -> Any:
+        """Run the body of an op. Operators that it calls are given what it read on the host:
+        HostReadInCapture. One that calls none is a kernel of the host, such as one in numpy."""
+        outer, before, self._value_reads = self._value_reads, count(), []
+        with ValueReads(lambda read: self._value_reads.append(read)):
+            result = run()
+        reads, self._value_reads = self._value_reads, outer
+        if reads and count() > before:
+            self.host_read = self.host_read or reads[0]
+            raise reads[0]
+        return result
 
     def bakes(self, tensor: Tensor) -> bool:
         """A device graph would have the value, if the tensor was not moved with the model."""
@@ -138,12 +163,24 @@ class Tape(TensorTracker):
         self._before.clear()
 
 
-class EachOp(LightDispatchMode):
-    """Calls `see` before each operator that runs inside, also in custom ops written in Python."""
+def _on_cpu(func: OpOverload, args: Any, kwargs: Any) -> Any:
+    return run_kernel(func, "CPU", args, kwargs)
 
-    def __init__(self, see: Callable[[OpOverload, Any, Any], object]) -> None:
+
+class EachOp(LightDispatchMode):
+    """Calls `see` before each operator that runs inside, also in custom ops written in Python.
+
+    `kernel` runs these.
+    """
+
+    def __init__(
+        self,
+        see: Callable[[OpOverload, Any, Any], object],
+        kernel: Callable[[OpOverload, Any, Any], Any] = _on_cpu,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
+        self._kernel = kernel
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
@@ -152,13 +189,10 @@ class EachOp(LightDispatchMode):
         self._see(func, args, given)
         if is_higher_order(func):
             return func(*args, **given)
-        if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
+        if func.namespace in TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:
-            return run_kernel(func, "CPU", args, given)
-
-
-_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
+            return self._kernel(func, args, given)
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

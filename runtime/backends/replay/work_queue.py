@@ -137,9 +137,15 @@ class WorkQueue:
     def finish(self) -> None:
         """Run all. Stop to see what this thread does, unless a result is alive."""
         self.drain()
-        if self._watch is not None and not self.busy and not self._results:
+        if not self.busy and not self._results:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        """Stop to see what this thread does. Inside an operation that the mode sees it stays, and
+        does nothing, until the next step or the end of the work."""
+        if self._watch is not None:
             self._watch.ended, self._watch = True, None
-            _leave_ended()
+        _leave_ended()
 
     def made(self, tensor: Tensor, step: str) -> None:
         """`tensor` is a result of `step` in static memory."""
@@ -203,6 +209,7 @@ class WorkQueue:
             self._run_checked(work)
         except BaseException:
             self._works.clear()
+            self._end_watch()
             raise
         finally:
             self.busy = False

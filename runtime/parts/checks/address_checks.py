@@ -195,7 +195,7 @@ class HostValue:
 def _raise_moved(name: str, then: Place | None, now: Place | None) -> NoReturn:
     """Name what differs: the address, or else the form."""
     if then is None or now is None or then[0] != now[0]:
-        recorded, current = ("freed" if place is None else hex(place[0]) for place in (then, now))
+        recorded, current = (hex(p[0]) if p is not None and p[0] else "freed" for p in (then, now))
     else:
         recorded, current = (
             f"{dtype_name(of_dtype)}{list(shape)} with strides {tuple(strides)}"

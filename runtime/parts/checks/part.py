@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from ...core.check import Check, CheckStep
 from ...core.code import ModelCode
 from ...core.records import HostValues, UnwatchedTensors
 from ...core_model import CoreModel
+from ...forward_context import ForwardContext
 from ...part import Part
 from ...tensors_by_path import tensors_by_path
 from .address_checks import (
@@ -42,10 +43,12 @@ from .address_checks import (
 )
 from .model_check import MOST_S, ModelCheck
 from .module_state import ModuleState
+from .registrations import Registrations, register_again
 from .shared_memory import memory_check, named_weights
 from .step_reads import StepReads
 
 IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
+EACH_STEP = "all in each step, on the replay backend"
 METADATA_IN_TURN = (
     f"all at first and in one step of {METADATA_CHECK_EVERY}, else {METADATA_PER_STEP} in turn"
 )
@@ -70,6 +73,8 @@ class ChecksPart(Part):
     def __init__(self, core: CoreModel) -> None:
         self.addresses = Addresses(core.environment.backend.address)
         self._core = core
+        self._registrations = Registrations(self._compare_all)
+        self._emulated = core.environment.backend.runs_python
         self._code: ModelCode | None = None
         self._of_code: Snapshot = self.addresses.snapshot()
         self._memory: CheckStep | None = None
@@ -101,7 +106,7 @@ class ChecksPart(Part):
         if self._model is not None:
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
-            return [*checks, Check("addresses of weights", self._of_code.check_step, IN_TURN)]
+            return [*checks, self._addresses("addresses of weights", self._of_code)]
         relied = self._graphs[graph.index]
         if relied.reads is not None:
             checks.append(Check("what Python read, by class and value", relied.reads.check))
@@ -111,7 +116,22 @@ class ChecksPart(Part):
         name = "addresses of weights and watched tensors"
         if relied.addresses.values:
             name += ", values on the host"
-        return [*checks, Check(name, relied.addresses.check_step, IN_TURN)]
+        return [*checks, self._addresses(name, relied.addresses)]
+
+    def _addresses(self, name: str, snapshot: Snapshot) -> Check:
+        """All in each step where that costs nothing that counts, else in turn."""
+        if not self._emulated:
+            return Check(name, snapshot.check_step, IN_TURN)
+
+        def check_step(context: ForwardContext, tensors: tuple[Any, ...]) -> None:
+            self._compare_all()
+            snapshot.check_step()
+
+        return Check(name, check_step, EACH_STEP)
+
+    def _compare_all(self) -> None:
+        """In the next step of each graph."""
+        self.addresses.changes += 1
 
     def replaced(self, code: ModelCode) -> None:
         if code is not self._code:
@@ -136,6 +156,7 @@ class ChecksPart(Part):
     def refreshing(self) -> None:
         if self._model is not None:
             self._model.check()
+        register_again(self._core.code.compiled.model)
 
     def notes(self) -> StepReads:
         return StepReads()
@@ -185,6 +206,7 @@ class ChecksPart(Part):
             self._core.checks_changed()
 
     def close(self) -> None:
+        self._registrations.close()
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
         self._code = self._model = self._memory = None
@@ -198,6 +220,7 @@ class ChecksPart(Part):
         # code that is not traced reads the model's weights itself, any of them
         named = {name: each for name, each in compiled.weights.items() if name not in placed}
         addresses.watch_module(compiled.model, named if compiled.traced else None)
+        self._registrations.watch(compiled.model)
         self._of_code = addresses.snapshot(compiled.weights)
         self._memory = memory_check(compiled, self._written)
         if compiled.conditions:

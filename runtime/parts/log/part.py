@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar
 
 from ....dispatch import Batch, Decision, RuntimeMode
+from ....errors import InvalidArgument
 from ...capture.installed_graph import InstalledGraph
 from ...core.code import ModelCode
 from ...core_model import CoreModel
@@ -50,7 +51,18 @@ class LogPart(Part):
                 print(decision.mode.name, num_tokens)
 
         prepared.parts.log.observe(Modes())
+
+        Raises InvalidArgument for what lacks a method of `StepObserver`.
         """
+        for name in ("dispatched", "began", "ended"):
+            if not callable(getattr(observer, name, None)):
+                kind, expected = type(observer).__name__, "an object of a subclass of StepObserver"
+                raise InvalidArgument(
+                    call="observe",
+                    name="observer",
+                    value=f"a {kind}, which has no method {name}",
+                    expected=expected,
+                )
         self._use((*self._observers, observer))
 
     def unobserve(self, observer: StepObserver) -> None:

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 
 from ....compile.guards.tolerance import Excess, differences, excess
+from ....compile.held_values import HeldValues
 from ....compile.ir.config import TOKENS
 from ....compile.ir.locations import first_line
 from ....compile.ir.ops import is_custom, tensors_in, written_by
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
+from ....errors import SetUpOnFirstUse
 from ....torch_compat.basics.ops import call_kernel, op_name
 from ....torch_compat.basics.tensors import (
     TorchDispatchMode,
@@ -57,6 +59,8 @@ MOST_STATE = 1 << 30
 UNSTEADY = "two uncompiled runs differ"
 MOST_UNSTEADY = 8
 """Such steps in the beginning, until no more are proved. An engine's warm-up may have some."""
+
+SET_UP = "the step set up state of the model"
 
 MOST_FILES = 8
 """Wrong steps that are saved."""
@@ -142,6 +146,8 @@ class ProofPart(Part):
         self._steady = False
         self._waits = False
         self._waiting: _Step | None = None
+        self._changing = set[str]()
+        """Attributes that a step has changed."""
 
     def prove_with(self, keep: Keep, rebuild: Keep) -> None:
         """How to run a step again if metadata is padded to a step's descriptor.
@@ -191,6 +197,10 @@ class ProofPart(Part):
             self._stopped, self._waiting = True, None
             self._records.add(ShadowStopped(reason.value, detail))
 
+    def failed(self, error: Exception) -> None:
+        if isinstance(error, SetUpOnFirstUse):  # both runs of a proof had the state of before
+            self.proved.clear()
+
     def facts(self) -> dict[str, Any]:
         stopped = self._records.of(ShadowStopped)
         shadow = {
@@ -237,8 +247,14 @@ class ProofPart(Part):
         except Exception as error:
             self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
             return run(*step)
+        held = self._held()
         self.seconds += perf_counter() - began
         due.results = run(*step)
+        if set_up := set(held.changed()) - self._changing:  # the second run would find it set up
+            self._changing |= set_up
+            self.skipped[SET_UP] += 1
+            self._left = 1
+            return due.results
         due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
         if not due.num_tokens:
             return due.results
@@ -248,6 +264,12 @@ class ProofPart(Part):
             self._waiting = due
             return due.results
         return self._timed(due)
+
+    def _held(self) -> HeldValues:
+        """Attributes of the model and the layers."""
+        layers = self._steps.context.layers.items()
+        modules = dict(self._steps.code.compiled.model.named_modules())
+        return HeldValues(modules | {f"layers[{name!r}]": each for name, each in layers})
 
     def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
         recorded = self._keep(metadata, decision)
@@ -266,7 +288,7 @@ class ProofPart(Part):
         written = [item.written for item in compiled.plan.inputs]
         inputs = tensors_in((args, kwargs))
         named = {
-            **{f"state {n}": tensor for n, tensor in enumerate(model_state(compiled))},
+            **{f"state {n}": each for n, each in enumerate(model_state(compiled).values())},
             **dict(tensors_by_path("layers", context.layers)),
             **self._core.watched(),
         }

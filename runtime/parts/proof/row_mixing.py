@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from ....compile.ir.locations import op_line
 from ....compile.ir.ops import FakeWrites, tensors_in, written_by
 from ....compile.ir.plan import CompiledRange, PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
-from ....errors import OtherRowsWritten
+from ....compile.plan.result_forms import CheckedOps
+from ....errors import OtherRowsWritten, ResultNotAsTraced
 from ....torch_compat.basics.ops import OpOverload
 from ....torch_compat.basics.tensors import FakeTensorMode, tree_map_only, without_modes
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
@@ -75,7 +76,7 @@ def find_mixed_rows(
         fn = untraced or compiled.pieces[span.artifacts[index]]
         try:
             result = _mixed(compiled, step, fn, real, padded, device, fixed)
-        except OtherRowsWritten:
+        except (OtherRowsWritten, ResultNotAsTraced):
             raise
         except Exception:
             continue
@@ -144,7 +145,9 @@ def _mixed(
     outs = list(step.outs)
     if isinstance(fn, WithoutBreaks):
         written = list(compiled.model.buffers())
-    alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
+    checked: Any = nullcontext if isinstance(fn, WithoutBreaks) else CheckedOps
+    with checked():
+        alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
     first, second = run(padded, whole), run(padded, mixed_in)
     if isinstance(fn, WithoutBreaks):
         outs += fn.arguments

@@ -138,10 +138,11 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
         mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
         options: dict[str, Any] | None = None,
         input_buffers: dict[str, Tensor] | None = None,
+        model: nn.Module | None = None,
         **settings: Any,
     ) -> LiveServed:
         base, traced = compiled
-        model, stage = Model(), Stage()
+        model, stage = model or Model(), Stage()
         config = base.changed(**settings)
         if config.compile:
             code = bind(traced.plan, traced.pieces, model, from_bundle=False)

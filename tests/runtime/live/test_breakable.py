@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,3 +358,61 @@ def test_prepare_counts_the_traffic_that_pruning_uses() -> None:
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
     prepared(torch.randn(3, 4), batch=Batch(3, 1), metadata={"scale": torch.ones(())})
     assert prepared.usage.counts(4) == [0, 0, 0, 1, 0]
+
+
+class Leaving(nn.Module):
+    """A break leaves a tensor on an object, which code behind it reads."""
+
+    def __init__(self, leave: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.kept = SimpleNamespace(sizes={})
+        self.leave = leave
+
+    @break_graph(fake=lambda self, q: torch.empty_like(q))
+    def attention(self, q: Tensor) -> Tensor:
+        result: Tensor = self.leave(self.kept, q)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention(self.linear(x))
+        return y + self.kept.norm if hasattr(self.kept, "norm") else y
+
+
+def leave_new(kept: Any, q: Tensor) -> Tensor:
+    kept.norm = q.abs().sum(-1, keepdim=True)
+    return q + 1
+
+
+def leave_result(kept: Any, q: Tensor) -> Tensor:
+    kept.norm = q + 1
+    result: Tensor = kept.norm
+    return result
+
+
+def write_kept(kept: Any, q: Tensor) -> Tensor:
+    if len(q) not in kept.sizes:
+        kept.sizes[len(q)] = torch.empty(len(q), 1)  # a workspace for each size
+    kept.norm = kept.sizes[len(q)]
+    kept.norm.copy_(q.abs().sum(-1, keepdim=True))
+    return q + 1
+
+
+@pytest.mark.parametrize("leave", [leave_new, leave_result])
+def test_a_tensor_that_leaves_a_break_is_refused_with_both_lines(
+    leave: Callable[..., Tensor],
+) -> None:
+    with pytest.raises(AllCapturesFailed, match="left elsewhere") as caught:
+        prepared_for(Leaving(leave), GraphMode.PIECEWISE)
+    first = Leaving.forward.__code__.co_firstlineno + 1
+    for line in (first, first + 1):
+        assert f"test_breakable.py:{line}" in str(caught.value)
+
+
+def test_a_break_may_write_to_what_the_model_keeps() -> None:
+    prepared = prepared_for(Leaving(write_kept), GraphMode.PIECEWISE)
+    assert len(prepared.recordings()) == 3
+    for num_tokens in (1, 2, 4):
+        x = torch.randn(num_tokens, 4)
+        got = prepared(x, batch=Batch(num_tokens, 1)).clone()
+        torch.testing.assert_close(got, prepared.compiled.model(x))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,35 @@ def swallowed(x: Tensor, out: Tensor) -> None:
         out.zero_()
 
 
+def listed(x: Tensor, out: Tensor) -> None:
+    out.fill_(max(x.tolist()[0]))
+
+
+def as_array(x: Tensor, out: Tensor) -> None:
+    out.fill_(float(np.asarray(x).sum()))
+
+
+def copied_array(x: Tensor, out: Tensor) -> None:
+    out.fill_(float(np.array(x).sum()))
+
+
+def from_cpu(x: Tensor, out: Tensor) -> None:
+    out.fill_(float(x.cpu().numpy().sum()))
+
+
+VALUE_READS = (listed, as_array, copied_array, from_cpu)
+NUMPY_WARNS = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def leave(x: Tensor, out: Tensor) -> None:
+    get_forward_context().layers["factor"].norm = x + 1
+    out.copy_(x)
+
+
+def read_left(x: Tensor, out: Tensor) -> None:
+    out.copy_(get_forward_context().layers["factor"].norm)
+
+
 SET_UP: list[float] = []
 
 
@@ -59,7 +90,17 @@ def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ops(temporary_op: Callable[..., str]) -> None:
-    for op in (scaled, kept, counted, read, swallowed, set_up_on_first_use):
+    for op in (
+        scaled,
+        kept,
+        counted,
+        read,
+        swallowed,
+        set_up_on_first_use,
+        leave,
+        read_left,
+        *VALUE_READS,
+    ):
         schema = "(Tensor x, Tensor(a!) out) -> ()"
         temporary_op(f"faithful_tests::{op.__name__}", schema, op)
 
@@ -135,8 +176,10 @@ def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -
         assert result.unique().item() == 2 * metadata + 1
 
 
+@NUMPY_WARNS
 @pytest.mark.parametrize(
-    ("op", "compiler"), [(counted, "eager"), (read, "eager"), (read, "inductor")]
+    ("op", "compiler"),
+    [*((op, "eager") for op in (counted, read, *VALUE_READS)), (read, "inductor")],
 )
 def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     op: Callable[..., None], compiler: str
@@ -146,6 +189,39 @@ def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
         prepared.capture()
     assert step(prepared, None).shape == (2, 4)
+
+
+class Reading(nn.Module):
+    """Not traced: its op is called by the forward, or is its forward."""
+
+    def __init__(self, op: Callable[..., None]) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        self.op(x, out)
+        return out + 1
+
+
+@NUMPY_WARNS
+@pytest.mark.parametrize("fn", VALUE_READS)
+@pytest.mark.parametrize("is_op", [True, False])
+def test_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(
+    fn: Callable[..., None], is_op: bool
+) -> None:
+    op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
+    model = Reading(break_graph(fake=lambda x, out: None)(op))
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compile=False,
+        capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, cache=False,
+    )  # fmt: skip
+    line = fn.__code__.co_firstlineno + 1
+    with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
+        prepare(model, config, backend=ReplayBackend()).capture()
+    eager = prepare(model, config.changed(graph_mode="PIECEWISE"), backend=ReplayBackend())
+    eager.capture()  # between graphs an op may read values
+    assert step(eager, None).shape == (2, 4)
 
 
 def test_a_host_read_of_a_piece_itself_names_no_line_of_ours() -> None:
@@ -192,6 +268,23 @@ def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_captu
     SET_UP.clear()
     prepared.capture()
     assert len(prepared.recordings()) == 2
+
+
+def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left() -> None:
+    class Two(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.ops.faithful_tests.leave(x + self.weight, out := torch.empty_like(x))
+            return super().forward(x + out)
+
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, cache=False,
+        capture_sizes=(4,), compiler="eager", graph_mode="PIECEWISE",
+        splitting_ops=("faithful_tests::leave",),
+    )  # fmt: skip
+    layers = {"factor": SimpleNamespace()}
+    left = prepare(Two(read_left), config, backend=ReplayBackend(), layers=layers)
+    with pytest.raises(AllCapturesFailed, match=r"that faithful_tests\.leave.* left elsewhere"):
+        left.capture()
 
 
 class Weighted(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
@@ -104,6 +105,75 @@ def test_refresh_captures_again_what_reads_replaced_weights(
     for lengths in ((1, 1), (3,), (12,)):
         served.step(*lengths)
     assert served.prepared.refresh() == ()
+
+
+def as_on_a_device(served: Any) -> Any:
+    """Addresses are compared in turn, and found in place so far."""
+    checks = served.prepared.parts.checks
+    checks._emulated = False
+    served.prepared._core.checks_changed()
+    for lengths in (1, 1), (3,), (12,), (12,):
+        served.step(*lengths)
+    return served
+
+
+LENGTHS = [(1, 1), (3,), (12,)]
+LATE = {"fail_on_moved_inputs": False}  # only what the checks notice counts
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("emulated", "change"),
+    [(True, move_weight), (False, replace_weight), (False, replace_module)],
+)
+def test_a_replaced_weight_is_noticed_by_the_next_step(
+    serve: Callable[..., Any], change: Callable[[nn.Module], str], lengths: Any, emulated: bool
+) -> None:
+    served = captured(serve, options=LATE)
+    if not emulated:
+        as_on_a_device(served)
+    name = change(served.model)
+    with pytest.raises(MovedTensor, match=name):
+        served.step(*lengths)
+
+
+@pytest.mark.parametrize("change", [move_weight, swap_data])
+def test_a_refresh_tells_other_prepared_models_of_the_module(
+    serve: Callable[..., Any], change: Callable[[nn.Module], str]
+) -> None:
+    first = captured(serve, options=LATE)
+    second = as_on_a_device(captured(serve, model=first.model, options=LATE))
+    name = change(first.model)
+    assert first.prepared.refresh()
+    with pytest.raises(MovedTensor, match=name):
+        second.step(3)
+    assert second.prepared.refresh()
+    second.step(3)
+
+
+def test_memory_given_back_is_noticed_by_the_next_step(serve: Callable[..., Any]) -> None:
+    served, cache, other = serve(options=LATE), torch.zeros(8), torch.zeros(8)
+    served.prepared.watch("kv_cache", cache)
+    served.prepared.watch("other", other)
+    served.prepared.capture()
+    for _ in range(3):
+        served.step(1, 1)
+    cache.untyped_storage().resize_(0)
+    with pytest.raises(MovedTensor, match="kv_cache .* freed now"):
+        served.step(1, 1)
+
+
+@pytest.mark.parametrize("end", [lambda served: served.prepared.close(), lambda served: None])
+def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(
+    serve: Callable[..., Any], end: Callable[[Any], None]
+) -> None:
+    before = len(module._global_parameter_registration_hooks)
+    served = serve()
+    assert len(module._global_parameter_registration_hooks) == before + 1
+    end(served)
+    del served
+    gc.collect()
+    assert len(module._global_parameter_registration_hooks) == before
 
 
 def test_swapped_tensors_are_refused_by_torch(serve: Callable[..., Any]) -> None:

@@ -1,0 +1,71 @@
+"""What Python objects hold: their attributes, and the items of lists and dicts among these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_LOOKED_INTO = (Tensor, nn.Module, type, ModuleType, FunctionType)
+_LONG = 1000
+"""Items of a container that is not looked into."""
+
+
+class HeldValues:
+    """What the objects of `roots`, by name, and those up to `depth` below hold now."""
+
+    def __init__(self, roots: Mapping[str, Any], depth: int = 1) -> None:
+        seen = set[int]()
+        found = [each for item in roots.items() for each in _holders(*item, depth, seen)]
+        self._held = [(path, holder, _copied(holder)) for path, holder in found]
+
+    def changed(self) -> list[str]:
+        """Names of what is another value now."""
+        names = []
+        for path, holder, then in self._held:
+            if isinstance(holder, list):
+                same = len(holder) == len(then) and all(map(_same, holder, then))
+                names += [] if same else [path]
+                continue
+            for name in {**then, **holder}:
+                if not _same(then.get(name, _held), holder.get(name, _held)):
+                    names.append(f"{path}.{name}".replace("._buffers.", ".").lstrip("."))
+        return names
+
+    def restore(self) -> None:
+        """Put back what is another value now."""
+        for _, holder, then in self._held:
+            if isinstance(holder, list):
+                holder[:] = then
+                continue
+            for name in holder.keys() - then.keys():
+                del holder[name]
+            for name, value in then.items():
+                if name not in holder or holder[name] is not value:
+                    holder[name] = value
+
+
+def _holders(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    holder = value if isinstance(value, dict | list) else getattr(value, "__dict__", None)
+    if not isinstance(holder, dict | list) or id(holder) in seen or len(holder) > _LONG:
+        return
+    seen.add(id(holder))
+    yield path, holder
+    items = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+    for name, item in items if depth else ():
+        if not isinstance(item, _NOT_LOOKED_INTO):
+            yield from _holders(f"{path}.{name}", item, depth - 1, seen)
+
+
+def _copied(holder: Any) -> Any:
+    return dict(holder) if isinstance(holder, dict) else list(holder)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and one == other)
+
+
+_held = object()

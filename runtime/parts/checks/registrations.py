@@ -1,0 +1,55 @@
+"""Tells when a module of a model is given another parameter, buffer or submodule.
+
+Torch calls its registration hooks for each `module.name = ...`, whoever writes it: so a replaced
+weight is noticed by the next step, and steps pay nothing. It calls none for `weight.data = ...`,
+for what `Module.to` puts in place, and for lists: these are noticed when their turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_KINDS: tuple[Any, ...] = (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+
+class Registrations:
+    """Calls `changed` for each registration in a module that `watch` was given, until `close`."""
+
+    __slots__ = ("_handles", "_modules")
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        modules = self._modules = WeakSet[nn.Module]()
+
+        def hook(module: nn.Module, name: str, value: object) -> None:
+            if module in modules:
+                changed()
+
+        self._handles = [register(hook) for register in _KINDS]
+
+    def watch(self, model: nn.Module) -> None:
+        self._modules.update(model.modules())
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def register_again(model: nn.Module) -> None:
+    """Set a weight of each module to what it is, which tells other prepared models of it."""
+    for module in model.modules():
+        named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in named[:1]:
+            setattr(module, name, tensor)

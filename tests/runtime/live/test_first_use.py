@@ -1,0 +1,192 @@
+"""What only the first run of a model sets up is kept as a whole, or refused as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, ForwardContext, PreparedModel, forward_context, prepare
+from piecegraph.errors import SetUpOnFirstUse
+from piecegraph.runtime.forward_context import get_forward_context
+
+from ..conftest import strict_backend
+
+GLOBAL = SimpleNamespace(ready=False)
+
+
+@dataclass
+class Layer:
+    """What the ops find in the forward context: who holds the flag, and what they do."""
+
+    holder: Any
+    act: Callable[[Layer, Tensor, Tensor], None]
+
+
+def set_up(layer: Layer, x: Tensor, scale: Tensor) -> None:
+    if not layer.holder.ready:
+        scale.copy_(x.abs().max() + 2)
+        layer.holder.ready = True
+
+
+def each_time(layer: Layer, x: Tensor, scale: Tensor) -> None:
+    scale.copy_(x.abs().max() + 2)
+    layer.holder.ready = True
+
+
+def make_table(layer: Layer, x: Tensor, scale: Tensor) -> None:
+    if not layer.holder.ready:
+        layer.holder.table = torch.full((), 3.0)
+        layer.holder.ready = True
+
+
+def calculate(x: Tensor, scale: Tensor) -> None:
+    layer = get_forward_context().layers["layer"]
+    layer.act(layer, x, scale)
+
+
+def derive(x: Tensor, out: Tensor) -> None:
+    metadata = get_forward_context().metadata
+    if metadata.derived is None:
+        metadata.derived = metadata.lens + 1
+    out.copy_(x * metadata.derived[: len(x), None])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops(temporary_op: Callable[..., str]) -> None:
+    temporary_op("first_tests::calculate", "(Tensor x, Tensor(a!) scale) -> ()", calculate)
+    temporary_op("first_tests::derive", "(Tensor x, Tensor(a!) out) -> ()", derive)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+        self.ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        torch.ops.first_tests.calculate(y, self.scale)
+        return y * self.scale
+
+
+OP = "first_tests::calculate"
+HOLDERS: dict[str, Callable[[Model], Any]] = {
+    "module": lambda model: model,
+    "layer": lambda model: SimpleNamespace(ready=False),
+    "global": lambda model: GLOBAL,
+}
+
+
+def prepared_for(model: nn.Module, layers: dict[str, Any], mode: str, **more: Any) -> PreparedModel:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=16, max_num_reqs=16,
+        capture_sizes=(2, 4), graph_mode=mode, attention={"support": "ALWAYS"}, cache=False,
+        compiler="eager", splitting_ops=(OP,),
+    ).changed(**more)  # fmt: skip
+    return prepare(model, config, layers=layers, backend=strict_backend())
+
+
+@pytest.fixture
+def model() -> Model:
+    GLOBAL.ready = False
+    return Model()
+
+
+MODES = [("PIECEWISE", (OP,)), ("FULL", (OP,)), ("FULL", ())]
+
+
+@pytest.mark.parametrize(("mode", "splits"), MODES)
+@pytest.mark.parametrize("where", HOLDERS)
+def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(
+    model: Model, mode: str, splits: Any, where: str
+) -> None:
+    layer = Layer(HOLDERS[where](model), set_up)
+    prepared = prepared_for(model, {"layer": layer}, mode, splitting_ops=splits)
+    for start in (prepared.capture, lambda: prepared.warm_up()):
+        with pytest.raises(SetUpOnFirstUse, match=f"{OP} sets up .*'scale'.*Run a step"):
+            start()
+    assert model.scale.item() == 1
+    if where == "global":
+        return  # nobody knows the flag: it is refused for good
+    assert not layer.holder.ready
+    x = torch.rand(3, 4)
+    assert torch.equal(prepared(x, batch=Batch(3, 1)), model.linear(x) * model.scale)
+    assert layer.holder.ready
+    assert model.scale.item() == pytest.approx(model.linear(x).abs().max().item() + 2)
+    prepared.capture()
+    assert len(prepared.recordings()) == 2
+    assert torch.equal(prepared(x, batch=Batch(3, 1)), model.linear(x) * model.scale)
+    assert not prepared.events.named("first_use")
+
+
+@pytest.mark.parametrize(("mode", "splits"), MODES)
+@pytest.mark.parametrize("where", ["module", "layer"])
+def test_attributes_that_the_first_run_makes_are_kept_and_told(
+    model: Model, mode: str, splits: Any, where: str
+) -> None:
+    layer = Layer(HOLDERS[where](model), make_table)
+    prepared = prepared_for(model, {"layer": layer}, mode, splitting_ops=splits)
+    prepared.capture()
+    assert layer.holder.table.item() == 3
+    (event,) = prepared.events.named("first_use")
+    assert event.facts["op"] == OP
+    assert [name.rpartition(".")[2] for name in event.facts["names"]] == ["ready", "table"]
+
+
+def test_what_each_run_writes_is_restored_and_no_set_up(model: Model) -> None:
+    prepared = prepared_for(model, {"layer": Layer(model, each_time)}, "PIECEWISE")
+    prepared.capture()
+    assert model.scale.item() == 1
+    assert len(prepared.recordings()) == 2
+
+
+@dataclass
+class Metadata:
+    lens: Tensor
+    derived: Tensor | None = None
+
+
+class Deriving(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch.ops.first_tests.derive(x, out := torch.empty_like(x))
+            x = out + 1
+        return x
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode: str) -> None:
+    model, lens = Deriving(), torch.ones(16)
+    prepared = prepared_for(model, {}, mode, splitting_ops=("first_tests::derive",))
+    prepared.watch("lens", lens)
+    prepared.capture(lambda descriptor, mode: Metadata(lens))
+    for value in (1.0, 5.0):
+        lens.fill_(value)
+        x = torch.rand(3, 4)
+        got = prepared(x, batch=Batch(3, 1), metadata=Metadata(lens))
+        with forward_context(ForwardContext({}, metadata=Metadata(lens))):
+            assert torch.equal(got, model(x))
+
+
+def test_a_proof_of_the_step_that_sets_up_does_not_count(model: Model) -> None:
+    layer = Layer(model, set_up)
+    proofs = {"every": 1, "share": 1.0}
+    prepared = prepared_for(model, {"layer": layer}, "PIECEWISE", shadow=proofs)
+    for _ in range(3):
+        x = torch.rand(3, 4)
+        assert torch.equal(prepared(x, batch=Batch(3, 1)), model.linear(x) * model.scale)
+    shadow = prepared.report()["shadow"]
+    assert shadow["wrong"] == []
+    assert shadow["skipped"] == {"the step set up state of the model": 1}
+    assert sum(each["count"] for each in shadow["proved"]) == 2
+    model.ready = False  # it is to be set up again
+    with pytest.raises(SetUpOnFirstUse):
+        prepared.capture()
+    assert prepared.report()["shadow"]["proved"] == []

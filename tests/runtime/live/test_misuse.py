@@ -1,0 +1,90 @@
+"""What an engine's author passes by mistake is refused at once, in the words of the API."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph import Batch, Config, PreparedModel, StepObserver, prepare
+from piecegraph.errors import InvalidArgument, NotCopyable, ReturnsWeight
+
+from .conftest import HIDDEN, LiveServed
+
+Call = Callable[[PreparedModel, torch.Tensor], Any]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p, x: p.watch("kv", None), "kv = a NoneType.*a tensor"),
+        (lambda p, x: p.watch("layers", [x]), "layers = a list.*one for each name"),
+        (lambda p, x: p.observe(object()), "no method dispatched.*StepObserver"),
+        (lambda p, x: p.observe(StepObserver), None),
+        (lambda p, x: p(x, batch=Batch(3, 3), y=x), "unexpected keyword argument 'y'.*forward.x"),
+        (lambda p, x: p(x, x, batch=Batch(3, 3)), "too many positional.*forward.x"),
+        (lambda p, x: p(batch=Batch(3, 3)), "missing a required argument: 'x'"),
+    ],
+)
+def test_what_is_passed_is_checked_when_it_is_passed(
+    serve: Callable[..., LiveServed], call: Call, words: str | None
+) -> None:
+    served = serve()
+    if words is None:
+        call(served.prepared, torch.rand(3, HIDDEN))
+        served.prepared.unobserve(StepObserver)
+    else:
+        with pytest.raises(InvalidArgument, match=words):
+            call(served.prepared, torch.rand(3, HIDDEN))
+    assert served.step(1, 1, 1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_prepared_model_is_not_copied(
+    serve: Callable[..., LiveServed], copied: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(NotCopyable, match="Call prepare"):
+        copied(serve().prepared)
+
+
+class Returning(nn.Module):
+    """Returns what `returned` gives of it, beside the result."""
+
+    def __init__(self, returned: Callable[[Returning], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("table", torch.ones(3))
+        self.returned = returned
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x), {"of the model": self.returned(self)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "name"),
+    [
+        (lambda m: m.table, "'table'.*clone"),
+        (lambda m: [m.linear.weight], "'linear.weight'.*clone"),
+        (lambda m: m.table.clone(), None),
+    ],
+)
+def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(
+    returned: Callable[[Returning], Any], name: str | None
+) -> None:
+    config = Config(
+        inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,
+        compiler="eager", cache=False, graph_mode="NONE",
+    )  # fmt: skip
+    if name is not None:
+        with pytest.raises(ReturnsWeight, match=name):
+            prepare(Returning(returned), config)
+        return
+    prepared = prepare(Returning(returned), config)
+    _, rest = prepared(torch.rand(3, HIDDEN), batch=Batch(3, 1))
+    assert rest["of the model"].tolist() == [1, 1, 1]

@@ -1,0 +1,108 @@
+"""An op that returns another form than its fake kernel said is an error by name, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, prepare
+from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph.compile.plan.result_forms import checked_link
+from piecegraph.errors import AllCapturesFailed, PiecegraphError, ResultNotAsTraced
+
+LIES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "wider": (lambda x: (x + 1).double(), r"float64\[\d, 4\].* told the trace float32\[\d, 4\]"),
+    "narrower": (lambda x: (x + 1).half(), r"float16\[\d, 4\].* told the trace float32\[\d, 4\]"),
+    "columns": (lambda x: (x + 1)[:, :3].clone(), r"float32\[\d, 3\].* told .* float32\[\d, 4\]"),
+    "strides": (lambda x: (x + 1).t().contiguous().t(), r"strides \[1, \d\].* told .* \[4, 1\]"),
+    "one size": (lambda x: (x + 1).double() if len(x) == 3 else x + 1, r"float64\[3, 4\]"),
+}
+OP: dict[str, Callable[[Tensor], Tensor]] = {"op": torch.clone}
+
+
+def told(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> Any:
+    library = torch.library.Library("told_tests", "DEF")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: OP["op"](x), "CPU")
+    torch.library.register_fake("told_tests::op", told, lib=library)
+    yield
+    library._destroy()
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.told_tests.op(x + 1) * 2
+        return result
+
+
+def config(mode: str, **settings: Any) -> Config:
+    return Config(
+        splitting_ops=("told_tests::op",), inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16, max_num_reqs=16, capture_sizes=(3,), graph_mode=mode,
+        attention={"support": "ALWAYS"},
+        compiler="eager", cache=False,
+    ).changed(**settings)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_splitting_op_is_held_to_its_fake_kernel(
+    monkeypatch: pytest.MonkeyPatch, mode: str, lie: str
+) -> None:
+    fn, words = LIES[lie]
+    prepared = prepare(Model(), config(mode))
+    x = torch.rand(3, 4)
+    if mode == "NONE":
+        prepared(x[:2], batch=Batch(2, 2))
+    monkeypatch.setitem(OP, "op", fn)
+    fake = f"test_result_forms.py:{told.__code__.co_firstlineno}"
+    run = partial(prepared, x, batch=Batch(3, 3)) if mode == "NONE" else prepared.capture
+    for _ in range(2):
+        with pytest.raises((ResultNotAsTraced, AllCapturesFailed), match=words) as caught:
+            run()
+        assert "told_tests::op returned" in str(caught.value)
+        assert fake in str(caught.value)
+
+
+def test_what_is_as_told_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dimension of one element has any stride."""
+    monkeypatch.setitem(OP, "op", lambda x: x.t().contiguous().t())
+    prepared = prepare(Model(), config("PIECEWISE", capture_sizes=(1,)))
+    prepared.capture()
+    for num_tokens in (1, 1):
+        x = torch.rand(num_tokens, 4)
+        assert torch.equal(prepared(x, batch=Batch(num_tokens, 1)), x * 2 + 2)
+
+
+@pytest.mark.parametrize("lie", ["wider", "columns"])
+def test_an_op_in_a_piece_is_held_to_its_fake_kernel(
+    monkeypatch: pytest.MonkeyPatch, lie: str
+) -> None:
+    fn, words = LIES[lie]
+    monkeypatch.setitem(OP, "op", fn)
+    with pytest.raises(PiecegraphError, match=f"told_tests::op returned {words}"):
+        prepare(Model(), config("FULL", splitting_ops=()))
+
+
+def test_an_assertion_of_compiled_code_names_the_op_and_its_line() -> None:
+    compiled = prepare(Model(), config("NONE", splitting_ops=())).compiled
+
+    def failing(arguments: Any) -> Any:
+        raise AssertionError("expected size 3==4\nError in op: torch.ops.told_tests.op.default\n")
+
+    broken: CompiledModel = replace(compiled, pieces=(failing,))
+    line = Model.forward.__code__.co_firstlineno + 1
+    words = rf"told_tests::op returned expected size 3==4.*test_result_forms.py:{line}"
+    with pytest.raises(ResultNotAsTraced, match=words):
+        checked_link(broken)(torch.rand(3, 4))
