@@ -206,6 +206,10 @@ MUTANTS = [
     ("runtime/parts/ranks/ranks.py",
      'self._store.compare_set(self._key("lost"), "", json.dumps(late))', "json.dumps(late)",
      RANKS),
+    ("runtime/capture/recorder.py", "            self._session.agreement.before(name)\n", "",
+     f"{STRATEGIES}/test_ranks.py -k beside_a_collective"),
+    ("runtime/parts/proof/lockstep.py", "            self._perform(turn)\n", "            pass\n",
+     f"{STRATEGIES}/test_ranks.py -k wrong_on_one_rank"),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",
      f"{POLICY} -k in_the_key"),  # 5
     ("tools/engine/metadata.py", "array[:size] = value", "pass",
