@@ -37,6 +37,7 @@ EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
 COMPILER, WARM = "compiler", "warm cache"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
 STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
+GRAPHS = (PIECEWISE, FULL, *STRATEGIES)
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 

@@ -77,6 +77,12 @@ class ChecksPart(Part):
         self._written = set[str]()
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
+        self._in_turn = True
+
+    def compare_all(self) -> None:
+        """Compare all addresses in each step from now on, and none in turn: for tests."""
+        self._in_turn = False
+        self._core.checks_changed()
 
     def accept_changes(self) -> list[str]:
         """What the engine has changed of the model since `prepare` is its own from now on.
@@ -100,18 +106,17 @@ class ChecksPart(Part):
         if self._model is not None:
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
-            return [*checks, Check("addresses of weights", self._of_code.check_step, IN_TURN)]
+            return [*checks, self._addresses("addresses of weights", self._of_code)]
         relied = self._graphs[graph.index]
         if relied.metadata is not None:
-            checks.append(
-                Check("addresses of metadata", relied.metadata.check_step, METADATA_IN_TURN)
-            )
+            check = relied.metadata.check_step if self._in_turn else relied.metadata.check_all
+            checks.append(Check("addresses of metadata", check, METADATA_IN_TURN))
         if relied.reads is not None:
             checks.append(Check("values that Python read", relied.reads.check))
         name = "addresses of weights and watched tensors"
         if relied.addresses.values:
             name += ", values on the host"
-        return [*checks, Check(name, relied.addresses.check_step, IN_TURN)]
+        return [*checks, self._addresses(name, relied.addresses)]
 
     def replaced(self, code: ModelCode) -> None:
         if code is not self._code:
@@ -179,6 +184,9 @@ class ChecksPart(Part):
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
         self._code = self._model = self._memory = None
+
+    def _addresses(self, name: str, snapshot: Snapshot) -> Check:
+        return Check(name, snapshot.check_step if self._in_turn else snapshot.check_all, IN_TURN)
 
     def _bind(self, code: ModelCode) -> None:
         """Watch the weights that the code is bound to."""
