@@ -176,9 +176,9 @@ class PieceSearch:
         for node in nodes:
             if (form := _unlike_its_fake(computed.get(node), node)) is not None:
                 return described(node), None, form
-        needed = _first(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
+        needed = first_wrong_count(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
         used = passes[:needed]
-        count = _first(len(nodes), lambda count: is_wrong(count, used))
+        count = first_wrong_count(len(nodes), lambda count: is_wrong(count, used))
         node = nodes[count - 1]
         operator = None if _allocates(node.target) else described(node)
         if not used:
@@ -251,7 +251,7 @@ def _allocates(target: Any) -> bool:
     return name.partition(".")[0] in ALLOCATIONS
 
 
-def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
+def first_wrong_count(most: int, is_wrong: Callable[[int], bool]) -> int:
     """The smallest wrong count by bisection, if `most` is wrong: the count before it is right."""
     if is_wrong(0):
         return 0

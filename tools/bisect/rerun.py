@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,46 +16,61 @@ import torch
 from torch import Tensor
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
-from ...torch_compat.basics.tensors import storage_id, tree_map_only
-from .case import BisectCase, first_wrong
+from ...torch_compat.basics.tensors import tree_map_only
+from ..steps import Step
+from .case import BisectCase, Wrong, first_wrong
+from .culprit import first_wrong_count
 from .observe import Ran, run_eagerly, run_model, run_observed, run_prepared, run_step
-from .operations import OpTrace, TracedOp
-from .state import State
+from .operations import OpTrace
+from .state import Moment, State
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first step that raised or is wrong, and what the model gives."""
+
+    index: int
+    wrong: Wrong | None
+    right: Ran
+    ran: Ran
+    again: Callable[[], Ran]
+    """Runs the uncompiled model again, up to the step."""
 
 
 class Rerun:
-    """Step `index` of a case, that `prepared` gave wrong under `decision`."""
+    """The step of a failure, which `prepared` gave wrong."""
 
     def __init__(
-        self,
-        case: BisectCase,
-        prepared: PreparedModel,
-        state: State,
-        index: int,
-        decision: Decision,
+        self, case: BisectCase, prepared: PreparedModel, state: State, failure: Failure
     ) -> None:
+        index, decision = failure.index, failure.ran.decision
         self._case = case
         self._prepared = prepared
         self._state = state
+        self._failure = failure
         self._step = case.steps[index]
         self._decision = decision
         self.size, self.padded = self._step.batch.num_tokens, decision.descriptor.num_tokens
         before = replace(case, steps=case.steps[:index])
         state.restore()
         self._right_before = run_eagerly(before, state)
-        self._model_start = state.now()
-        state.restore()
+        self._restore()
         run_prepared(before, prepared, state, self._right_before)
         self._start = state.now()
         self.right = self._model()
 
-    def is_right(self, ran: Ran, want: Ran | None = None) -> bool:
+    def is_right(self, ran: Ran) -> bool:
         """Whether a run does what the model does on the real rows from the same state."""
-        if ran.error is not None:
-            return False
-        want = want or self.right
-        model = lambda: self._model().compared  # noqa: E731
-        return first_wrong(want.compared, ran.compared, self._case.tolerance, model) is None
+        return self._is_like(ran, self.right, self._model)
+
+    def is_as_expected(self, ran: Ran) -> bool:
+        """Whether a run does what the model does where it has run all steps before."""
+        return self._is_like(ran, self._failure.right, self._failure.again)
+
+    def _is_like(self, ran: Ran, want: Ran, again: Callable[[], Ran]) -> bool:
+        tolerance = self._case.tolerance
+        run = lambda: again().compared  # noqa: E731
+        return ran.error is None and not first_wrong(want.compared, ran.compared, tolerance, run)
 
     def graph(self, metadata_for: Callable[[Decision], Any] | None = None) -> Ran:
         """As decided."""
@@ -93,11 +108,9 @@ class Rerun:
         ]
         return first_wrong(cut, other.compared, self._case.tolerance) is None
 
-    def fresh_metadata(self, decision: Decision) -> Any:
-        """The step's metadata in memory that holds the padding of a capture."""
-        assert self._case.capture_metadata is not None
-        self._case.capture_metadata(decision.descriptor, decision.mode)
-        return self._step.metadata_for(decision)
+    def fresh_graph(self) -> Ran:
+        """As decided, with metadata in memory that holds the padding of a capture."""
+        return self.graph(partial(self._fresh, self._step))
 
     def operations(self) -> tuple[OpTrace, OpTrace]:
         """The operations of the model on the real rows, and on the padded inputs of the graph."""
@@ -106,32 +119,59 @@ class Rerun:
         self.padded_model(trace=padded)
         return alone, padded
 
-    def name_of(self, op: TracedOp) -> str:
-        """The tensor of the state that an operation writes; "" if it is none."""
-        tensors = zip(self._start.tensors, self._start.names, strict=True)
-        names = {storage_id(tensor): name for tensor, name in tensors}
-        return next((names[memory] for memory in op.made if memory in names), "")
+    def wrong_state(self, ran: Ran) -> list[str]:
+        """Names of what a run leaves other than the model does."""
+        named = zip(self._start.names, self.right.state, ran.state, strict=True)
+        return [name for name, want, have in named if first_wrong([want], [have])]
 
-    def left_behind(self, right: Ran) -> str:
-        """The state that is as the model leaves it nowhere else, and the step that left it wrong.
+    def left_behind(self) -> str:
+        """The earlier step that leaves the state so that this one is not as expected: it is, if
+        that step runs as the model."""
+        steps = range(len(self._right_before))
+        if not steps or self._is_wrong_after(0)[0]:
+            return ""
+        blamed = first_wrong_count(len(steps), lambda n: self._is_wrong_after(n)[0]) - 1
+        _, left = self._is_wrong_after(blamed + 1)
+        _, by_model = self._is_wrong_after(blamed)
+        names = ", ".join(name for name, _ in by_model.changed(left)) or "state"
+        note = f"step {blamed} leaves {names} wrong: it is right if that step runs as the model"
+        if self._case.capture_metadata is None:
+            return note
+        if self._is_wrong_after(len(steps), fresh=blamed)[0]:
+            return note
+        return (
+            f"{note}, or if padding of its metadata is as at the capture: something of an earlier "
+            "step is left there"
+        )
 
-        It is shown by putting the model's there: the step then gives what it should.
-        """
-        causes = []
-        tensors = zip(self._start.names, self._start.tensors, self._model_start.kept, strict=True)
-        for name, tensor, kept in tensors:
-            if tensor.shape != kept.shape or torch.equal(tensor, kept):
+    def _is_wrong_after(self, count: int, fresh: int | None = None) -> tuple[bool, Moment]:
+        """Whether the step is wrong after `count` steps as prepared and the others as the model,
+        one with `fresh` metadata; and the state before it."""
+        self._restore()
+        for number, (step, want) in enumerate(
+            zip(self._case.steps, self._right_before, strict=False)
+        ):
+            if number >= count:
+                run_model(self._case, step, self._state)
                 continue
+            decision = self._prepared.dispatch(step.batch)
+            make = partial(self._fresh, step) if number == fresh else step.metadata_for
+            run_step(self._prepared, step, decision, self._state, want.written, make)
+        start, written = self._state.now(), self.right.written
+        ran = run_step(self._prepared, self._step, self._decision, self._state, written)
+        return not self.is_as_expected(ran), start
 
-            def metadata_for(
-                decision: Decision, tensor: Tensor = tensor, kept: Tensor = kept
-            ) -> Any:
-                tensor.copy_(kept)
-                return self._step.metadata_for(decision)
+    def _restore(self) -> None:
+        """The state as at first, and the memory of metadata as after the captures."""
+        if self._case.capture_metadata is not None:
+            for entry in self._prepared.dispatcher.plan.entries:
+                self._case.capture_metadata(entry.descriptor, entry.mode)
+        self._state.restore()
 
-            if self.is_right(self.graph(metadata_for), right):
-                causes.append(f"an earlier step left {name} wrong: with the model's it is right")
-        return "; ".join(causes)
+    def _fresh(self, step: Step, decision: Decision) -> Any:
+        assert self._case.capture_metadata is not None
+        self._case.capture_metadata(decision.descriptor, decision.mode)
+        return step.metadata_for(decision)
 
     def _model(self, trace: OpTrace | None = None) -> Ran:
         self._start.restore()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_scri
 from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_model, run_prepared, splitting_ops
 from .operations import OpTrace, find_operation, first_difference
-from .rerun import Rerun
+from .rerun import Failure, Rerun
 from .stages import (
     COMPILER,
     EAGER,
@@ -86,18 +86,6 @@ def reproduce(data: Path, stage: str) -> int:
     return 1 if finding else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The first step that raised or is wrong."""
-
-    index: int
-    wrong: Wrong | None
-    right: Ran
-    ran: Ran
-    again: Callable[[], Ran]
-    """Runs the uncompiled model again, up to the step."""
-
-
 class _Search:
     """One search; the state of layers and buffers is as before when it ends."""
 
@@ -156,7 +144,7 @@ class _Search:
                 return _noted(finding, self._moved(prepared, failure, captured))
         return finding
 
-    def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> _Failure | None:
+    def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> Failure | None:
         """The first step that raised or is wrong, in its results or in what it wrote."""
         for index, (want, ran) in enumerate(zip(right, runs, strict=False)):
             again = partial(self._again, index)
@@ -166,7 +154,7 @@ class _Search:
                 measured = lambda again=again: again().compared  # noqa: E731
                 wrong = first_wrong(want.compared, ran.compared, tolerance, measured)
             if ran.error is not None or wrong is not None:
-                return _Failure(index, wrong and _of_state(wrong, want), want, ran, again)
+                return Failure(index, wrong and _of_state(wrong, want), want, ran, again)
         return None
 
     def _again(self, index: int) -> Ran:
@@ -205,7 +193,7 @@ class _Search:
         found = first_difference(traces[0].ops, traces[1].ops)
         return (None, None, "") if found is None else (str(traces[0].ops[found[0]]), None, found[1])
 
-    def _located(self, stage: Stage, prepared: PreparedModel, failure: _Failure) -> Finding:
+    def _located(self, stage: Stage, prepared: PreparedModel, failure: Failure) -> Finding:
         case, ran = self.case, failure.ran
         size, padded = (
             case.steps[failure.index].batch.num_tokens,
@@ -232,12 +220,12 @@ class _Search:
             changed = ", ".join(dict.fromkeys(ran.clobbered))
             change = f"a capture before this step changed {changed}" if changed else ""
             return _noted(finding, note, change)
-        if stage.name == FULL and not ran.calls:
+        if ran.decision.mode is RuntimeMode.FULL:
             right = (
                 "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
             finding = replace(finding, note=f"inside the FULL graph{right}")
-        if not case.config.compile or (stage.name == FULL and not ran.calls):
+        if not case.config.compile or ran.decision.mode is RuntimeMode.FULL:
             return finding
         try:
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
@@ -266,36 +254,34 @@ class _Search:
         return finding
 
     def _by_rerun(
-        self, stage: Stage, prepared: PreparedModel, failure: _Failure, finding: Finding
+        self, stage: Stage, prepared: PreparedModel, failure: Failure, finding: Finding
     ) -> Finding:
         """What the step does from the state before it, in lower modes; see `rerun`."""
-        case, decision = self.case, failure.ran.decision
-        rerun = Rerun(case, prepared, self.state, failure.index, decision)
+        case = self.case
+        rerun = Rerun(case, prepared, self.state, failure)
         size, padded = rerun.size, rerun.padded
         graph = rerun.graph()
         if rerun.is_right(graph):
-            left = "" if rerun.is_right(graph, failure.right) else rerun.left_behind(failure.right)
+            left = "" if rerun.is_as_expected(graph) else rerun.left_behind()
             if left:
                 return _noted(replace(finding, piece=None), left)
             return self._by_operation(stage, failure, finding, "run again from there it is right")
         if padded > size:
-            fresh = case.capture_metadata and rerun.graph(rerun.fresh_metadata)
-            if fresh and rerun.is_right(fresh):
+            if case.capture_metadata is not None and rerun.is_right(rerun.fresh_graph()):
                 note = "right if padding of its metadata is as at the capture: something of an "
                 return _noted(replace(finding, piece=None), f"{note}earlier step is left there")
             model = rerun.padded_model()
             if not rerun.is_right(model):
                 too = "gives what the graph gives" if rerun.same_rows(model, graph) else "is wrong"
-                return self._by_rows(prepared, rerun, finding, f"the model itself {too}")
+                note = f"the model itself {too}"
+                return self._by_rows(prepared, rerun, rerun.wrong_state(model), finding, note)
             if not rerun.is_right(rerun.padded_code()):
                 return _noted(finding, f"the model is right on {padded} rows, compiled code is not")
         if not rerun.is_right(rerun.code()):
             return _noted(finding, "wrong without a graph, too, from the state before the step")
         return self._by_operation(stage, failure, finding, "right without a graph on the same rows")
 
-    def _by_operation(
-        self, stage: Stage, failure: _Failure, finding: Finding, note: str
-    ) -> Finding:
+    def _by_operation(self, stage: Stage, failure: Failure, finding: Finding, note: str) -> Finding:
         """The first operation that is other in the graph than in the model."""
         if stage.name == FULL or not self.case.config.compile:
             index = failure.index
@@ -303,7 +289,12 @@ class _Search:
         return _noted(finding, note)
 
     def _by_rows(
-        self, prepared: PreparedModel, rerun: Rerun, finding: Finding, note: str
+        self,
+        prepared: PreparedModel,
+        rerun: Rerun,
+        state: Sequence[str],
+        finding: Finding,
+        note: str,
     ) -> Finding:
         """The model itself is other on the padded rows: why, and from which operation on."""
         zeros, ones = rerun.padded_model(0), rerun.padded_model(1)
@@ -311,6 +302,8 @@ class _Search:
             note += f": it depends on how many rows there are, {rerun.padded} or {rerun.size}"
         else:
             note += ": its real rows depend on what padding holds"
+        if state:
+            note += f"; it writes {', '.join(state)} otherwise"
         alone, padded = (trace.ops for trace in rerun.operations())
         found = first_difference(alone, padded)
         if found is None:
@@ -323,11 +316,10 @@ class _Search:
             calls = sum(one.op in ops for one in alone[:index])
             use = find_piece(plan, rerun.right, WrongCall(calls, "", itself=False))
             finding = replace(finding, piece=None if use is None else plan.piece_uses()[use])
-        buffer = rerun.name_of(alone[index])
-        return _noted(finding, note, f"it writes {buffer}" if buffer else "", how)
+        return _noted(finding, note, how)
 
     def _moved(
-        self, prepared: PreparedModel, failure: _Failure, captured: dict[str, tuple[int, int]]
+        self, prepared: PreparedModel, failure: Failure, captured: dict[str, tuple[int, int]]
     ) -> str:
         """What the graph of a step reads and was elsewhere at its capture."""
         recording = dict(prepared.recordings()).get(failure.ran.decision.graph_index)
