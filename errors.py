@@ -523,8 +523,13 @@ class RecordingReleased(RunError):
 
 
 class MovedTensor(RunError):
-    what = "{name} moved after graphs were captured: {recorded} at capture, {now} now"
+    what = "{name} {change} after graphs were captured: {recorded} at capture, {now} now"
     todo = "Update it in place, or call refresh() to capture again the graphs that read it."
+
+
+class MovedWeight(MovedTensor):
+    what = "{name} {change} after the model was prepared: {recorded} then, {now} now"
+    todo = "Update it in place, or call refresh() to follow it."
 
 
 class RewrittenEarly(RunError):

@@ -33,7 +33,7 @@ from .parts.checks.part import ChecksPart
 from .parts.log.part import LogPart
 from .parts.log.step_log import LoggedStep as LoggedStep
 from .parts.log.step_log import StepObserver as StepObserver
-from .parts.proof.part import ProofPart, Stopped
+from .parts.proof.part import ProofPart
 from .parts.proof.row_mixing import find_mixed_rows
 from .parts.ranks.part import RanksPart
 from .parts.ranks.ranks import Ranks as Ranks
@@ -106,8 +106,6 @@ def parts_of(core: CoreModel, beginning: Beginning) -> Iterator[Part]:
         proof = ProofPart(
             core, config.shadow, as_it_is(beginning.compiled.model), folder and folder / "shadow"
         )
-        if beginning.ranks is not None:
-            proof.stop(Stopped.RANKS)
         yield proof
     if beginning.ranks is not None:
         yield RanksPart(core, beginning.ranks)

@@ -12,7 +12,7 @@ _DEPTH = 4
 
 
 def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
-    """The tensors in containers and attributes, each with its path."""
+    """The tensors in containers and attributes, also those of classes, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -26,7 +26,10 @@ def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str
     elif not hasattr(value, "__dict__") and not is_dataclass(value):
         return
     else:
-        names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
+        of_class = (vars(kind).items() for kind in type(value).__mro__)
+        shared = [name for each in of_class for name, own in each if isinstance(own, Tensor)]
+        own = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
+        names = dict.fromkeys([*own, *shared])
         items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
     for place, item in items:
         yield from tensors_by_path(place, item, depth + 1)

@@ -34,7 +34,7 @@ RINGS = {
         9, 11, "compile.eager_model compile.trace.inline_regions torch_compat.compiling.regions"
     ),
     "regions": Ring(1, 1, "runtime.parts.regions"),
-    "proof": Ring(1, 3, "runtime.parts.proof"),
+    "proof": Ring(1, 2, "runtime.parts.proof"),
     "workers": Ring(
         5,
         18,

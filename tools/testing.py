@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
+from weakref import proxy, ref
 
 import pytest
 import torch
@@ -27,10 +28,14 @@ from .. import (
     RuntimeMode,
     StepObserver,
 )
-from ..errors import CaptureAfterSeal
+from ..errors import CaptureAfterSeal, MovedTensor
 from ..runtime.core.preserved import SavedMemory
 from ..runtime.tensors_by_path import tensors_by_path
-from ..torch_compat.basics.tensors import tree_map_only
+from ..torch_compat.basics.tensors import storage_id, tree_leaves, tree_map_only
+from .bisect.case import BisectCase
+from .bisect.observe import copies, run_model
+from .bisect.state import State, addresses
+from .steps import Rebuild, StepRecorder, with_metadata
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
     (1,) * 7, (1,) * 3, (1,), (1,) * 4, (4, 3), (1, 1, 5), (1, 1), (3,), (1,) * 7, (1,) * 2,
@@ -56,10 +61,11 @@ class Engine(Protocol):
     def start(self) -> None:
         """Capture and seal, as in production."""
 
-    def step(self, lengths: Sequence[int], is_decode: bool) -> tuple[Any, Any]:
+    def step(self, lengths: Sequence[int], is_decode: bool) -> Any:
         """Run a step of one request per length.
 
         Returns its tensors and what they must be: real rows, and state such as the KV cache.
+        Where `check` has `keep` and `rebuild`, it returns the results of the prepared model alone.
         """
 
     def live_state(self) -> Mapping[str, Tensor]:
@@ -89,17 +95,26 @@ class GraphCase:
         lengths: Sequence[Sequence[int]] = LENGTHS,
         *,
         between: Callable[[Engine, int], None] = lambda engine, step: None,
+        keep: Rebuild | None = None,
+        rebuild: Rebuild | None = None,
     ) -> None:
         """Start the engine and run a step for each of `lengths`; fails with what is wrong.
 
         Checked are: captures leave live state alone, the model is sealed, each batch states the
-        real counts, the best mode is used, metadata has the padded rows, and results are those of
-        the plain model; delayed ones are compared at the end. `between` is called before each step
-        with its number.
+        real counts, the best mode is used, metadata has the padded rows, everything that a step
+        reads by address is in its place (else MovedTensor), and results are those of the plain
+        model; delayed ones are compared at the end. `between` is called before each step with its
+        number. With `keep` and `rebuild`, see `prove_with`, the plain model runs here, from the
+        state before the step: `step` then returns the results of the prepared model alone.
         """
         engine = make(self)
-        prepared, observer = engine.prepared, _Observer()
+        prepared = engine.prepared
+        reference = None
+        if keep is not None and rebuild is not None:
+            reference = _Reference(engine, keep, rebuild, len(lengths))
+        observer = _Observer(prepared, reference)
         prepared.parts.log.observe(observer)
+        prepared.parts.checks.compare_all()
         with _untouched(engine, "the startup captures"):
             engine.start()
         must_be_sealed(prepared)
@@ -108,11 +123,12 @@ class GraphCase:
             between(engine, number)
             observer.metadata_faults.clear()
             batch = batch_of(each)
-            got, expected = engine.step(each, batch.is_decode)
+            got = engine.step(each, batch.is_decode)
             where = f"step {number}, requests of {list(each)} tokens"
             self._check_decision(prepared, observer, batch, where)
-            for fault in observer.metadata_faults:
+            for fault in (*observer.metadata_faults, *observer.kept_too_long(got)):
                 pytest.fail(f"{where}: {fault}")
+            got, expected = got if reference is None else reference.compared(got)
             got = tree_map_only(Tensor, Tensor.clone, got)
             message = partial("{}: {}".format, where)
             comparisons.append(partial(torch.testing.assert_close, got, expected, msg=message))
@@ -135,10 +151,48 @@ class GraphCase:
             assert decision.mode is wanted.mode, f"{where}: {decision}, wanted {wanted.mode.name}"
 
 
-class _Observer(StepObserver):
-    """Remembers the last batch, and what is wrong with the metadata of its step."""
+class _Reference:
+    """What the plain model does of the last step, from the state before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine, keep: Rebuild, rebuild: Rebuild, num_steps: int) -> None:
+        prepared, self._live_state = engine.prepared, engine.live_state
+        model, layers = prepared.compiled.model, prepared._core.steps.context.layers
+        self._case = BisectCase(model, prepared.config, (), layers)
+        self._state = State(model, layers)
+        self._synchronize = prepared.backend.synchronize
+        self._recorder = StepRecorder(prepared, None, limit=num_steps, metadata=keep)
+        self._rebuild = rebuild
+        self._before = self._state.now()
+
+    def begin(self) -> None:
+        """A step is about to run."""
+        self._synchronize()
+        self._before = self._state.now()
+
+    def compared(self, results: Any) -> tuple[Any, Any]:
+        """The results and the state that the step wrote, and what they must be."""
+        self._synchronize()
+        after, live = self._before.later(), copies(self._live_state())
+        (step,) = with_metadata(self._recorder.steps[-1:], self._rebuild)
+        self._before.restore()
+        want = run_model(self._case, step, self._state)
+        expected = copies(self._live_state())
+        after.restore()
+        if want.error is not None:
+            raise want.error
+        rows = after.rows_of(want.written)
+        return (copies(results), rows, live), (want.results, want.state, expected)
+
+
+class _Observer(StepObserver):
+    """Remembers the last batch, and what is wrong with the metadata of its step. Raises MovedTensor
+    where a FULL graph reads a layer that is elsewhere now."""
+
+    def __init__(self, prepared: PreparedModel, reference: _Reference | None) -> None:
+        self._prepared = proxy(prepared)  # it holds its observers
+        self._reference = reference
+        self._layers = addresses(prepared._core.steps.context.layers)
+        self._results: list[ref[Tensor]] = []
         self.batch: Batch | None = None
         self.decision: Any = None
         self.metadata_faults: list[str] = []
@@ -147,9 +201,12 @@ class _Observer(StepObserver):
         self.batch, self.decision = batch, decision
 
     def began(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> None:
+        if self._reference is not None:
+            self._reference.begin()
         batch, padded = self.batch, decision.descriptor
         if batch is None or decision.mode is not RuntimeMode.FULL:
             return
+        self._layers_must_be_in_place(decision)
         sizes = {batch.num_tokens: padded.num_tokens, batch.num_reqs: padded.num_reqs}
         for path, tensor in tensors_by_path("metadata", metadata):
             rows = tensor.shape[0] if tensor.dim() else None
@@ -158,6 +215,34 @@ class _Observer(StepObserver):
                 self.metadata_faults.append(
                     f"{path} has {rows} rows, for the real size; the FULL graph reads {sizes[rows]}"
                 )
+
+    def _layers_must_be_in_place(self, decision: Decision) -> None:
+        recording = dict(self._prepared.recordings())[decision.graph_index]
+        read = {tensor.untyped_storage().data_ptr() for tensor in recording.ownership.found()}
+        now = addresses(self._prepared._core.steps.context.layers)
+        for name, place in self._layers.items():
+            if place[0] in read and (other := now.get(name)) != place:
+                current = "gone" if other is None else hex(other[1])
+                recorded = hex(place[1])
+                raise MovedTensor(name=name, change="moved", recorded=recorded, now=current)
+
+    def kept_too_long(self, got: Any) -> Iterator[str]:
+        """Results of an earlier step among those of this one."""
+        results = [each for each in tree_leaves(got) if isinstance(each, Tensor)]
+        graphs = {
+            storage_id(output): index
+            for index, recording in self._prepared.recordings()
+            for output in tree_leaves(recording.outputs)
+            if isinstance(output, Tensor)
+        }
+        for number, result in enumerate(results):
+            own = graphs.get(storage_id(result), self.decision.graph_index)
+            if own != self.decision.graph_index or any(old() is result for old in self._results):
+                yield (
+                    f"result {number} is of an earlier step, whose memory the next one overwrites: "
+                    "copy what is kept"
+                )
+        self._results = [ref(each) for each in results if storage_id(each) in graphs]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ...dispatch import DispatchPlan
 from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..core.allowed_work import allow_compilation
-from ..core.exchange import Exchange, worst_outcome
+from ..core.exchange import CaptureAgreement, Exchange, Outcome
 from ..core.records import CaptureFailure, CaptureRecord, Records
 from .recording import Recording
 from .session import CaptureSession, capture_session
@@ -41,6 +42,38 @@ class CaptureOutcome:
     operations: int = 0
     reason: str = ""
     record: CaptureRecord | None = None
+
+
+def record_on_all_ranks(
+    record: Callable[[], Recording],
+    session: CaptureSession,
+    serving: bool,
+    clock: Callable[[], float] = perf_counter,
+) -> tuple[Recording | None, Outcome]:
+    """Record a graph under the agreement of `session`: on all ranks or on none.
+
+    In `serving`, a dummy batch that fails is a failed capture; else it raises, and other ranks
+    learn of it first.
+    """
+    session.backend.wait()
+    began, recording, reason = clock(), None, ""
+    handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
+    try:
+        recording = record()
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, handled):
+            session.agreement.outcome(0.0, 0, reason)
+            raise
+        if isinstance(error, CaptureOutOfMemory):
+            session.recover()
+    session.backend.wait()  # its warm-up run keeps steps waiting, too
+    num_bytes = recording.bytes if recording else 0
+    outcome = session.agreement.outcome((clock() - began) * 1000, num_bytes, reason)
+    if recording and outcome[2]:
+        recording.release()
+        recording = None
+    return recording, outcome
 
 
 class Captures:
@@ -75,24 +108,13 @@ class Captures:
         A failure is for the caller to record, see `failed`. Raises DummyStepFailed at startup; in
         `serving`, steps continue without the graph.
         """
-        self.backend.wait()
-        began = self.clock()
-        recording, reason, exhausted = None, "", False
-        handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
-        try:
-            recording = self.graphs.record(graph_index, session)
-        except handled as error:
-            reason, exhausted = str(error), isinstance(error, CaptureOutOfMemory)
-        self.backend.wait()  # its warm-up run keeps steps waiting, too
-        if exhausted:
-            session.recover()
-        ms = (self.clock() - began) * 1000
-        num_bytes = recording.bytes if recording else 0
-        topic = f"capture of graph {graph_index} at step {self.step}"
-        ms, num_bytes, reason = worst_outcome(self.exchange, topic, ms, num_bytes, reason)
-        if recording is None or reason:
-            if recording:
-                recording.release()
+        session.agreement = CaptureAgreement(
+            self.exchange, f"capture of graph {graph_index} at step {self.step}"
+        )
+        recording, (ms, num_bytes, reason) = record_on_all_ranks(
+            partial(self.graphs.record, graph_index, session), session, serving, self.clock
+        )
+        if recording is None:
             return CaptureOutcome(ms, num_bytes, reason=reason)
         self.graphs.install(graph_index, recording)
         self.changes += 1

@@ -11,7 +11,8 @@
 A capture executes nothing: no graph is replayed and no splitting op runs before the first step. An
 engine may register memory with other devices after all captures, and a rank whose capture fails
 leaves no other rank in a collective. Only a backend that emulates captures runs what the next
-graph depends on, because its captures compute true values.
+graph depends on, because its captures compute true values. There ranks agree before each splitting
+op that none has failed. Ranks also agree before the warm-up run, which is a run like any step.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def record(
     token, context = ACTIVE.set(recorder), CURRENT.get()
     metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
+        session.agreement.before("the run before it")
         with regions_noted(recorder.note_region):
             fn(*inputs)
     except BaseException:
@@ -73,6 +75,8 @@ def record(
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
+        if session.backend.runs_python:  # its captures run the model's collectives
+            session.agreement.before("the capture")
         with recorder.as_on_a_device():
             outputs = recorder.in_context(fn)(*inputs)
         recorder.finish()
@@ -209,6 +213,7 @@ class Recorder:
             name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
         )
         if self._session.backend.runs_python:
+            self._session.agreement.before(name)
             self.graphs[-1].replay()
             self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:

@@ -15,6 +15,7 @@ from ...errors import CaptureFailed, CaptureOutOfMemory, NoCaptureSession
 from ...events import Events
 from ..backends.ownership import Ownership, error_line
 from ..backends.protocol import Capture, GraphBackend
+from ..core.exchange import CaptureAgreement
 
 # A lock, not state: gc is paused process-wide, and torch allows one capture per process at a time.
 _ONE_AT_A_TIME = threading.RLock()
@@ -25,12 +26,13 @@ class CaptureSession:
 
     Tensors that connect two segments, and outputs, are held until `finalize`, so that no capture in
     between is given their memory. Later captures may share it: every replay writes it again before
-    it reads it.
+    it reads it. `agreement` is that of the ranks on the capture in progress.
     """
 
     def __init__(self, backend: GraphBackend, pool: Any, events: Events) -> None:
         self.backend = backend
         self.events = events
+        self.agreement = CaptureAgreement()
         self._pool = pool
         self._held: list[Tensor] = []
         self._open = True

@@ -11,6 +11,9 @@ from typing import Any
 
 Facts = Mapping[str, Any]
 
+Outcome = tuple[float, int, str]
+"""Of a capture: milliseconds, bytes, and why it failed, if it did."""
+
 Exchange = Callable[[str, Facts], list[dict[str, Any]]]
 """Sends facts (JSON) on a topic to all ranks and returns those of each rank, by rank."""
 
@@ -20,14 +23,45 @@ def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
     return [dict(facts)]
 
 
-def worst_outcome(
-    exchange: Exchange, topic: str, ms: float, num_bytes: int, reason: str
-) -> tuple[float, int, str]:
-    """The outcome of a capture on all ranks: the longest time, the most bytes, any failure."""
-    outcomes = exchange(topic, {"ms": ms, "bytes": num_bytes, "reason": reason})
-    failures = [f"rank {i}: {o['reason']}" for i, o in enumerate(outcomes) if o["reason"]]
-    return (
-        max(outcome["ms"] for outcome in outcomes),
-        max(outcome["bytes"] for outcome in outcomes),
-        reason if len(outcomes) == 1 else "; ".join(failures),
-    )
+class CaptureAgreement:
+    """Ranks agree on one capture: before whatever may wait for another rank, and on the outcome.
+
+    All stop at the first of these exchanges at which one of them has failed, so that none waits
+    inside a collective of the model for a rank that has left the capture.
+    """
+
+    def __init__(self, exchange: Exchange = single_rank, topic: str = "") -> None:
+        self._exchange = exchange
+        self._topic = topic
+        self._failed: Outcome | None = None
+
+    def before(self, what: str) -> None:
+        """Before `what` runs on all ranks. Raises OtherRankFailed."""
+        if self._exchange is single_rank:
+            return
+        outcome = self._agreed(what, 0.0, 0, "")
+        if outcome[2]:
+            self._failed = outcome
+            raise OtherRankFailed(outcome[2])
+
+    def outcome(self, ms: float, num_bytes: int, reason: str) -> Outcome:
+        """The outcome on all ranks: the longest time, the most bytes, any failure."""
+        if self._exchange is single_rank:
+            return ms, num_bytes, reason
+        return self._failed or self._agreed("its end", ms, num_bytes, reason)
+
+    def _agreed(self, at: str, ms: float, num_bytes: int, reason: str) -> Outcome:
+        """What all ranks state here; one that is elsewhere in the capture has failed in it."""
+        facts = {"at": at, "ms": ms, "bytes": num_bytes, "reason": reason}
+        stated = self._exchange(self._topic, facts)
+        failed = [
+            f"rank {rank}: {one['reason']}" for rank, one in enumerate(stated) if one["reason"]
+        ]
+        if not failed and len({one["at"] for one in stated}) > 1:
+            failed = [f"rank {rank} is at {one['at']}" for rank, one in enumerate(stated)]
+        longest, most = (max(one[name] for one in stated) for name in ("ms", "bytes"))
+        return longest, most, "; ".join(failed)
+
+
+class OtherRankFailed(Exception):
+    """Another rank has failed in the capture that this one is in."""

@@ -277,7 +277,9 @@ def _must_stay(name: str, address: int, strides: tuple[int, ...], tensor: Tensor
     """Raise MovedTensor or InputMismatch unless `tensor` is where and as the engine's buffer is."""
     now = tensor.data_ptr()
     if now != address and tensor.numel():
-        raise MovedTensor(name=f"input {name!r}", recorded=hex(address), now=hex(now))
+        raise MovedTensor(
+            name=f"input {name!r}", change="moved", recorded=hex(address), now=hex(now)
+        )
     if not _same_places(tensor, strides):
         raise InputMismatch(
             name=name,

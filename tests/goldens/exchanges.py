@@ -11,7 +11,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,8 @@ def capture_that_fails_on_one_rank(ranks: Ranks, folder: Path) -> PreparedModel:
     return prepared
 
 
-def shadow_stops(ranks: Ranks, folder: Path) -> PreparedModel:
-    """No step is proved where there are several ranks."""
+def shadow(ranks: Ranks, folder: Path) -> PreparedModel:
+    """Both ranks prove the same steps."""
     return served(graph_mode="FULL", shadow={"every": 2, "share": 1.0}, ranks=ranks)
 
 
@@ -167,7 +167,7 @@ def switch_that_is_awaited(ranks: Ranks, folder: Path) -> PreparedModel:
 
 SCENES: tuple[Callable[[Ranks, Path], PreparedModel], ...] = (
     prepare_and_capture, both_modes, delayed_captures, lazy_captures_and_evictions,
-    memory_limit_probes, warm_up, captures_again, capture_that_fails_on_one_rank, shadow_stops,
+    memory_limit_probes, warm_up, captures_again, capture_that_fails_on_one_rank, shadow,
     not_compiled, start_from_a_bundle, verification, verification_that_refuses,
     verification_that_refuses_on_one_rank, switch_between_steps, switch_that_is_awaited,
 )  # fmt: skip
@@ -213,11 +213,12 @@ def _run(rank: int, folder: Path) -> None:
 
 
 def _once(topics: list[str]) -> list[str]:
-    """Each indented. While ranks wait for a thread they repeat its topic, as long as that takes."""
+    """Each indented, with how often it follows itself. While ranks wait for a thread they repeat
+    its topic, as long as that takes."""
+    counted = [(topic, len([*same])) for topic, same in groupby(topics)]
     return [
-        f"  {topic}"
-        for before, topic in pairwise(["", *topics])
-        if topic != before or not topic.startswith(BESIDE)
+        f"  {topic}" + (f" ({n} times)" if n > 1 and not topic.startswith(BESIDE) else "")
+        for topic, n in counted
     ]
 
 

@@ -177,6 +177,18 @@ def test_after_one_was_found_moved_no_snapshot_passes_by_sampling(
     second.check_step()
 
 
+def test_a_check_of_all_does_not_wait_for_its_turn(model: nn.Module, addresses: Addresses) -> None:
+    inner = ("weight", "running_mean", "running_var", "bias")
+    code = addresses.snapshot(["0.weight", "0.bias", *(f"1.{name}" for name in inner)])
+    code.check_step()
+    kept = model[1].bias
+    model[1].bias = nn.Parameter(kept.clone(), requires_grad=False)
+    code.check_step()  # two of six are in turn
+    text = r"^1\.bias moved after the model was prepared.*call refresh\(\) to follow it"
+    with pytest.raises(MovedTensor, match=text):
+        code.check_all()
+
+
 def test_a_name_given_to_another_tensor_makes_the_first_stale() -> None:
     addresses = Addresses(ReplayBackend().address)
     first, second = torch.rand(2), torch.rand(2)

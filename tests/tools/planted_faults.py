@@ -360,7 +360,7 @@ def case(*args: Any, **settings: Any) -> Callable[[Site], BisectCase]:
 
 _LIVE = {"sizes": (4,) * 6, "padding": models.Clobbering}
 _CLOBBERED = "right with all graphs captured at startup; a capture before this step changed layers"
-_MIXED = "its real rows depend on what padding holds"
+_MIXED = "the model itself gives what the graph gives: its real rows depend on what padding holds"
 FAULTS = [
     Fault("a pass of the user is wrong",
           case(codegen={"passes": {"sin_to_cos": models.sin_to_cos}}, sizes=(8,)),
@@ -396,7 +396,7 @@ FAULTS = [
           "faulty_models.py:", says="'num_tokens': 8"),
     Fault("a guard cannot be proved", case(models.Branching()), "traced graph",
           says="GuardUnproved"),
-    Fault("the model is random", case(models.Unsteady()), "eager",
+    Fault("the model is random", case(models.Unsteady()), "eager", "aten::rand",
           says="another result the second time"),
     Fault("rows mix; split at named ops", rows_that_mix(splitting_ops=("faulty::attention",)),
           "PIECEWISE", "mean", 1, says=_MIXED),
@@ -445,11 +445,12 @@ FAULTS = [
           lambda site: site.whole(models.Residual()), None),
     Fault("a cancellation in bfloat16", lambda site: site.whole(models.Cancelled()), None),
     Fault("a mean of 4096 numbers", case(models.After(models.mean_of_many)), None),
-    Fault("a compiler loses writes to a buffer", lost_writes, "compiler", says="step=1", piece=0),
+    Fault("a compiler loses writes to a buffer", lost_writes, "compiler", "setitem", 0,
+          says="step=0 size=8 first wrong: cache ["),
     Fault("a compiler exchanges two results", spoiled_by(models.crosses_results), "compiler",
           piece=0),
     Fault("a block table is wider than at the capture", a_wider_table, "FULL",
-          says="metadata.table moved after graphs were captured: float32[8, 2] with"),
+          says="metadata.table has another form after graphs were captured: float32[8, 2] with"),
     Fault("a FULL graph froze a value in a list", another_value("extra"), "FULL",
           says="metadata.extra[1] of the forward context inside a graph"),
     Fault("a FULL graph froze a value in a dict", another_value("by_name"), "FULL",
@@ -459,7 +460,7 @@ FAULTS = [
     Fault("a global changed", changed_before_a_step(models.Global, set_gain), "traced graph",
           says="GAIN"),
     Fault("an op in a piece reads how long the metadata is", case(models.Counted(), sizes=(3,)),
-          "PIECEWISE", piece=0),
+          "PIECEWISE", "faulty::counted", 0, says="it depends on how many rows there are, 4 or 3"),
     Fault("an op in a piece reads a number on the host", case(models.After(models.on_host)),
           "PIECEWISE", says="reads a tensor's value on the host inside a captured region (at"),
     Fault("the sum of all rows is taken off", rows_that_mix(

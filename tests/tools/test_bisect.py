@@ -14,7 +14,7 @@ from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 from piecegraph.tools.bisect.case import first_wrong
 from piecegraph.tools.bisect.culprit import PieceSearch
-from piecegraph.tools.bisect.search import _Search
+from piecegraph.tools.bisect.rerun import Rerun
 from piecegraph.tools.bisect.stages import stages
 
 sys.path.append(str(Path(__file__).parent))
@@ -204,7 +204,7 @@ def test_a_size_is_named_without_the_operator_if_its_search_fails(
 
 
 def test_causes_of_a_wrong_graph_that_cannot_be_found_are_said(case, found, monkeypatch):
-    monkeypatch.setattr(_Search, "_history", fails)
+    monkeypatch.setattr(Rerun, "graph", fails)
     _, line = found(case(models.Counted(), sizes=(3, 5)))
     assert line.endswith("search failed: RuntimeError: the search cannot go on")
 

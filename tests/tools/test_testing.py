@@ -171,6 +171,13 @@ class Engine:
         return (result, self.layer.cache[:SLOTS]), expected
 
     def plain(self, x: torch.Tensor, lengths: Any, cache: torch.Tensor) -> Any:
+        metadata = self.alone(lengths)
+        layers = {"kv": SimpleNamespace(cache=cache.clone())}
+        with pg.forward_context(pg.ForwardContext(layers, metadata)), torch.no_grad():
+            return self.model(x), layers["kv"].cache[:SLOTS]
+
+    def alone(self, lengths: Any) -> Any:
+        """The metadata of a step without padding, in memory of its own."""
         own = Engine.__new__(Engine)
         own.fault, own.first, own.buffers = (
             None,
@@ -180,10 +187,7 @@ class Engine:
             ),
         )
         own.buffers.table = torch.zeros(MAX_REQS + 1, 8, dtype=torch.int64)
-        metadata = own.write(lengths, len(x))
-        layers = {"kv": SimpleNamespace(cache=cache.clone())}
-        with pg.forward_context(pg.ForwardContext(layers, metadata)), torch.no_grad():
-            return self.model(x), layers["kv"].cache[:SLOTS]
+        return own.write(lengths, sum(lengths))
 
 
 @pytest.mark.heavy
@@ -221,10 +225,54 @@ def faults_found(fault: str, mode: str, strategy: str, delay: bool = False) -> s
         ("capture into a live slot", "wrote to live state 'kv'"),
         ("wrong num_reqs", "num_reqs of the Batch is 6, but it is 7"),
         ("forgot seal", "serves without"),
+        ("keeps results", "result 0 is of an earlier step, whose memory the next one overwrites"),
+        ("weights replaced", "MovedTensor: up.weight moved"),
+        ("cache reallocated", "MovedTensor: layers['kv'].cache moved"),
     ],
 )
 def test_what_a_tester_missed_is_caught_by_name(fault: str, message: str) -> None:
     assert message in str(faults_found(fault, "FULL_AND_PIECEWISE", "eager"))
+
+
+class Unreferenced(Engine):
+    """Returns the results of the model alone; the plugin runs the plain model."""
+
+    def step(self, lengths: Any, is_decode: bool) -> Any:
+        self.lengths = lengths
+        (result, _), _ = super().step(lengths, is_decode)
+        return result
+
+    def keep(self, metadata: Any, decision: Any) -> Any:
+        return self.lengths
+
+    def rebuild(self, lengths: Any, decision: Any) -> Any:
+        return self.alone(lengths)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("fault", [None, "lens stale", "padding keeps slots"])
+def test_the_plugin_runs_the_plain_model_itself(fault: str | None, delay: bool) -> None:
+    case, engine = case_of("FULL_AND_PIECEWISE", "eager", delay=delay), list[Any]()
+
+    def make(case: GraphCase) -> Unreferenced:
+        engine.append(Unreferenced(case, fault))
+        return engine[0]
+
+    def check() -> None:
+        case.check(
+            make,
+            keep=lambda *args: engine[0].keep(*args),
+            rebuild=lambda *args: engine[0].rebuild(*args),
+        )
+
+    if fault is None:
+        check()
+    else:
+        with pytest.raises(AssertionError, match="step [1-9]"):
+            check()
+    engine.clear()
+    gc.collect()
+    case.backend.synchronize()
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])

@@ -38,16 +38,20 @@ class BisectCase:
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """An element that differs; `tensor` numbers the tensors of the result."""
+    """An element that differs; `tensor` numbers those of the result, then those of the state.
+
+    `name` is that of a tensor of the state.
+    """
 
     tensor: int
     element: tuple[int, ...]
     expected: float
     got: float
+    name: str = ""
 
     def __str__(self) -> str:
         error = abs(self.got - self.expected)
-        place = f"output {self.tensor} {list(self.element)}"
+        place = f"{self.name or f'output {self.tensor}'} {list(self.element)}"
         return f"{place} expected={self.expected:.6g} got={self.got:.6g} error={error:.3g}"
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
-from ...compile.guards.tolerance import FLOOR, differences
+from ...compile.ir.ops import tensors_in
 from ...config import compile_config
 from ...runtime.backends.ownership import ALLOCATIONS
 from ...runtime.core.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
-from .observe import Ran, splitting_ops
+from .observe import Call, Ran, splitting_ops
 from .pieces import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
 
 if TYPE_CHECKING:
@@ -42,11 +42,15 @@ _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
 @dataclass(frozen=True, slots=True)
 class WrongCall:
-    """The first splitting call with a wrong tensor; `itself` if its inputs are right."""
+    """The first splitting call with a wrong tensor; `itself` if its inputs are right.
+
+    `buffer` is one of the model that a piece before it has written wrongly.
+    """
 
     index: int
     op: str
     itself: bool
+    buffer: str = ""
 
 
 def find_call(
@@ -56,13 +60,22 @@ def find_call(
     ops = splitting_ops(plan)
     pairs = zip(right.calls_of(ops), ran.calls_of(ops), strict=False)
     for index, (want, have) in enumerate(pairs):
-        for tensors, itself in ((attrgetter("before"), False), (attrgetter("after"), True)):
+        written = right.buffers.written(want.buffers)
+
+        def buffers(call: Call, written: Sequence[Tensor] = written) -> list[Tensor]:
+            return call.buffers.rows_of(written)
+
+        for tensors, itself in (
+            (buffers, False), (attrgetter("before"), False), (attrgetter("after"), True),
+        ):  # fmt: skip
 
             def run(index: int = index, tensors: Any = tensors) -> Any:
                 return tensors(again().calls_of(ops)[index])
 
-            if first_wrong(tensors(want), tensors(have), tolerance, run):
-                return WrongCall(index, want.op, itself)
+            wrong = first_wrong(tensors(want), tensors(have), tolerance, run)
+            if wrong is not None:
+                buffer = right.buffers.names[wrong.tensor] if tensors is buffers else ""
+                return WrongCall(index, want.op, itself, buffer)
     return None
 
 
@@ -163,32 +176,14 @@ class PieceSearch:
         for node in nodes:
             if (form := _unlike_its_fake(computed.get(node), node)) is not None:
                 return described(node), None, form
-        needed = _first(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
+        needed = first_wrong_count(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
         used = passes[:needed]
-        count = _first(len(nodes), lambda count: is_wrong(count, used))
+        count = first_wrong_count(len(nodes), lambda count: is_wrong(count, used))
         node = nodes[count - 1]
         operator = None if _allocates(node.target) else described(node)
         if not used:
             return operator, None, ""
         return operator, used[-1].name, f"right without the pass {used[-1].name}"
-
-    def find_mixing(self, use: int, step: int, padded: int) -> Cause:
-        """The first operator of a piece whose real rows depend on the contents of the padding."""
-        size = self._case.steps[step].batch.num_tokens
-        piece = self._piece(use, size)
-        values = self.inputs_of(step, use)
-        if not padded > size:
-            return None, None, ""
-        with context_of(self._case, step):
-            filled = (_padded(values, size, padded, fill) for fill in (0, 1))
-            runs = [_NodeValues(piece.graph, each) for each in filled]
-        for node in piece.graph.graph.nodes:
-            ones, others = (tree_leaves(run.values.get(node, ())) for run in runs)
-            for one, other in zip(ones, others, strict=True):
-                computed = node.op.startswith("call_") and not _allocates(node.target)
-                if computed and _real_rows_differ(one, other, size, padded):
-                    return described(node), None, "its real rows depend on what padding holds"
-        return None, None, ""
 
     def inputs_of(self, step: int, use: int) -> list[Any]:
         """What the piece of `use` takes in `step` when all pieces run node by node."""
@@ -232,9 +227,9 @@ class PieceSearch:
             return _run_on_memory_of(fill, graph, values)
 
         with torch.no_grad():
-            expected, other = run(), run(1)
-            if not expected:
+            if not any(node.op.startswith("call_") for node in graph.graph.nodes):
                 return False
+            expected, other = run(), run(1)
             copied = Graph()  # compilers modify their input graph
             copied.output(copied.graph_copy(graph.graph, {}))
             compiled = compile_graph(
@@ -244,7 +239,8 @@ class PieceSearch:
                 passes=passes,
                 sizes=static_sizes(piece, self._config, num_tokens),
             )
-            got = tree_leaves(compiled(_copied(values)))
+            inputs = _copied(values)
+            got = [*tree_leaves(compiled([*inputs])), *tensors_in(inputs)]
             seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
             return first_wrong(expected, seen, case.tolerance, run) is not None
 
@@ -255,7 +251,7 @@ def _allocates(target: Any) -> bool:
     return name.partition(".")[0] in ALLOCATIONS
 
 
-def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
+def first_wrong_count(most: int, is_wrong: Callable[[int], bool]) -> int:
     """The smallest wrong count by bisection, if `most` is wrong: the count before it is right."""
     if is_wrong(0):
         return 0
@@ -320,28 +316,6 @@ def _unlike_its_fake(value: Any, node: Node) -> str | None:
     return f"its result is {one}, and its fake says {other}"
 
 
-def _padded(values: list[Any], size: int, padded: int, fill: int) -> list[Any]:
-    """Inputs of `size` rows with rows of `fill` up to `padded`; a size among them is raised."""
-    grown: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor) and value.dim() and len(value) == size:
-            rows = value.new_full((padded - size, *value.shape[1:]), fill)
-            grown.append(torch.cat((value, rows)))
-        else:
-            same = not isinstance(value, Tensor) and value == size
-            grown.append(padded if same else value)
-    return grown
-
-
-def _real_rows_differ(one: Any, other: Any, size: int, padded: int) -> bool:
-    """Whether the values differ in their real rows, or at all if they have no row a token."""
-    if not isinstance(one, Tensor) or not one.dtype.is_floating_point:
-        return False
-    if one.dim() and len(one) == padded:
-        one, other = one[:size], other[:size]
-    return bool((differences(one, other) > FLOOR).any())
-
-
 class _FilledMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Uninitialized memory contains `fill`."""
 
@@ -355,8 +329,10 @@ class _FilledMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[Any]:
+    """Results, and the inputs as they are afterwards: a piece may write to them."""
+    inputs = _copied(values)
     with _FilledMemory(fill):
-        return tree_leaves(graph(*_copied(values)))
+        return [*tree_leaves(graph(*inputs)), *tensors_in(inputs)]
 
 
 def _where_equal(one: Any, other: Any, got: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ...dispatch import NO_GRAPH
 from ...errors import DispatchError, InvalidSetting
 from ..steps import Step
 from .case import BisectCase
-from .observe import Ran, run_eagerly, run_step, splitting_ops
+from .observe import Ran, run_model, run_step, splitting_ops
 from .stages import FULL, Stage, prepared_for
 from .state import State
 
@@ -70,7 +70,7 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     compared = []
 
     def eager(step: Step) -> Ran:
-        return run_eagerly(replace(case, steps=[step]))[0]
+        return run_model(case, step, state)
 
     def alone() -> list[Tensor]:
         state.restore()
@@ -87,7 +87,8 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
                 decisions = _decisions(prepared, step, mode)
                 for padding, decision in zip(("", ", padded"), decisions, strict=False):
                     state.restore()
-                    ran = eager(step) if mode == "eager" else run_step(prepared, step, decision)
+                    plain = mode == "eager"
+                    ran = eager(step) if plain else run_step(prepared, step, decision, state)
                     if ran.error is not None:
                         raise ran.error
                     rows = _RequestRows(ran, ops, numbers.index(0), step)

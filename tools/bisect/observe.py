@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..steps import Step
 from .case import BisectCase
-from .state import State
+from .state import Moment, State
 
 if TYPE_CHECKING:
     from ...compile.ir.plan import Plan
@@ -28,11 +29,13 @@ class Call:
     """One call of a custom op: copies of what it read, and of all its tensors afterwards.
 
     Arguments that the op writes to are not copied before: they are mostly uninitialized.
+    `buffers` is what pieces may have written by then.
     """
 
     op: str
     before: list[Tensor]
     after: list[Tensor]
+    buffers: Moment
 
 
 @dataclass(slots=True)
@@ -40,15 +43,26 @@ class Ran:
     """One step as it ran; `error` is what it raised instead of a result.
 
     `inside` is the custom op that raised it. `clobbered` names the state that changed while the
-    step was dispatched.
+    step was dispatched. `state` is what the step wrote: the rows of each tensor of `before` that
+    have an element of `written`, which are those that the uncompiled model writes.
     """
 
     decision: Decision
+    before: Moment
+    buffers: Moment
+    """The model's buffers before the step."""
+    written: list[Tensor] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
+    state: list[Tensor] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
     inside: str | None = None
     clobbered: list[str] = field(default_factory=list)
+
+    @property
+    def compared(self) -> list[Tensor]:
+        """Results and state."""
+        return [*self.results, *self.state]
 
     def calls_of(self, ops: Collection[str]) -> list[Call]:
         """The calls of the ops called `ops`, in order."""
@@ -63,8 +77,9 @@ def splitting_ops(plan: Plan) -> set[str]:
 class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the tensors of custom ops, from any caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: State) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
         self.calls: list[Call] = []
         self.inside: str | None = None
         """The op that is running, or that raised."""
@@ -73,10 +88,10 @@ class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if op_name(func).partition("::")[0] in BUILT_IN:
             return func(*args, **kwargs)
-        before = copies(_read(func, args, kwargs))
+        before, buffers = copies(_read(func, args, kwargs)), self._state.buffers()
         self.inside = overload_name(func)
         result = func(*args, **kwargs)
-        self.calls.append(Call(self.inside, before, copies((args, kwargs, result))))
+        self.calls.append(Call(self.inside, before, copies((args, kwargs, result)), buffers))
         self.inside = None
         return result
 
@@ -91,48 +106,87 @@ def copies(value: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def run_eagerly(case: BisectCase) -> list[Ran]:
-    """The eager model on only the real rows: the expected results."""
-    runs = []
-    for step in case.steps:
-        decision = step.without_graph()
-        metadata = step.metadata_for(decision)
-        context = forward_context(ForwardContext(case.layers, metadata))
-        calls = OpCalls()
-        with context, torch.no_grad(), calls:
-            results = case.model(*step.args, **step.kwargs)
-        runs.append(Ran(decision, copies(results), calls.calls))
-    return runs
+def run_observed(
+    state: State,
+    decision: Decision,
+    metadata_for: Callable[[Decision], Any],
+    run: Callable[[Any], Any],
+    written: list[Tensor] | None = None,
+) -> Ran:
+    """What `run(metadata)` does; `written` are the elements of the state to compare, by default
+    those that it changes."""
+    ran, calls = Ran(decision, state.now(), state.buffers()), OpCalls(state)
+    try:
+        metadata = metadata_for(decision)
+        ran.before, ran.buffers = state.now(), state.buffers()  # making it may bind other tensors
+        with calls, torch.no_grad():
+            ran.results = copies(run(metadata))
+    except Exception as error:
+        ran.error, ran.inside = error, calls.inside
+    ran.calls = calls.calls
+    after = ran.before.later()
+    ran.written = ran.before.written(after) if written is None else written
+    ran.state = after.rows_of(ran.written)
+    return ran
 
 
-def run_prepared(
-    case: BisectCase, prepared: PreparedModel, *, state: State | None = None
-) -> list[Ran]:
-    """The steps through `prepared`, up to the first that raises.
+def run_model(
+    case: BisectCase, step: Step, state: State, trace: AbstractContextManager[Any] | None = None
+) -> Ran:
+    """The uncompiled model, in `trace`, on only the real rows of a step."""
 
-    With `state`, changes to it during a dispatch are recorded.
-    """
+    def run(metadata: Any) -> Any:
+        with forward_context(ForwardContext(case.layers, metadata)), trace or nullcontext():
+            return case.model(*step.args, **step.kwargs)
+
+    return run_observed(state, step.without_graph(), step.metadata_for, run)
+
+
+def run_eagerly(case: BisectCase, state: State) -> list[Ran]:
+    """The expected results: the uncompiled model, up to the first step that raises."""
     runs: list[Ran] = []
     for step in case.steps:
-        before = state.contents() if state is not None else None
-        decision = prepared.dispatch(step.batch)
-        clobbered = state.changed_since(before) if state is not None and before is not None else []
-        runs.append(run_step(prepared, step, decision))
-        runs[-1].clobbered = clobbered
+        runs.append(run_model(case, step, state))
         if runs[-1].error is not None:
             break
     return runs
 
 
-def run_step(prepared: PreparedModel, step: Step, decision: Decision) -> Ran:
+def run_prepared(
+    case: BisectCase,
+    prepared: PreparedModel,
+    state: State,
+    right: Sequence[Ran],
+    *,
+    watch: bool = False,
+) -> list[Ran]:
+    """The steps through `prepared`, up to the first that raises; `right` are those of the model.
+
+    With `watch`, changes of the state during a dispatch are recorded.
+    """
+    runs: list[Ran] = []
+    for step, want in zip(case.steps, right, strict=False):
+        before = state.now() if watch else None
+        decision = prepared.dispatch(step.batch)
+        changed = before.changed(before.later()) if before is not None else []
+        runs.append(run_step(prepared, step, decision, state, want.written))
+        runs[-1].clobbered = [f"{name} row {row}" for name, row in changed]
+        if runs[-1].error is not None:
+            break
+    return runs
+
+
+def run_step(
+    prepared: PreparedModel,
+    step: Step,
+    decision: Decision,
+    state: State,
+    written: list[Tensor] | None = None,
+    metadata_for: Callable[[Decision], Any] | None = None,
+) -> Ran:
     """One step through `prepared`."""
-    ran, calls = Ran(decision), OpCalls()
-    try:
-        metadata = step.metadata_for(decision)
-        with calls:
-            results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
-        ran.results = copies(results)
-    except Exception as error:
-        ran.error, ran.inside = error, calls.inside
-    ran.calls = calls.calls
-    return ran
+
+    def run(metadata: Any) -> Any:
+        return prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+
+    return run_observed(state, decision, metadata_for or step.metadata_for, run, written)

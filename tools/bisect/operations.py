@@ -1,12 +1,13 @@
-"""From a wrong step of a graph to the operation, with the replay backend.
+"""From a wrong step to the operation.
 
-A tape has the operations of a step whether it captures or not. So the step runs once by its graph
-and once, on the same inputs without padding, as the model runs it, and the two tapes are compared.
+Of a graph with the replay backend: a tape has the operations of a step whether it captures or not.
+So the step runs once by its graph and once, on the same inputs without padding, as the model runs
+it, and the two tapes are compared. Of the model itself two runs are compared, see `OpTrace`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -16,15 +17,16 @@ import torch
 from torch import Tensor
 
 from ... import RuntimeMode
-from ...compile.ir.ops import written_by
-from ...runtime.backends.ownership import Ownership, user_line
+from ...compile.guards.tolerance import FACTOR, FLOOR, differences
+from ...compile.ir.ops import tensors_in, written_by
+from ...runtime.backends.ownership import ALLOCATIONS, Ownership, user_line
 from ...runtime.backends.replay.tape import COPIES, Operation, Tape
 from ...runtime.backends.replay.tape_graph import TapeGraph
 from ...runtime.capture.breaks import recordable
 from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.ops import OpOverload, overload_name
-from ...torch_compat.basics.tensors import tree_leaves
+from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
 from .case import BisectCase, first_wrong
 from .culprit import Cause, context_of, inputs_of
 from .observe import copies, run_eagerly, run_prepared
@@ -53,11 +55,11 @@ def find_operation(case: BisectCase, stage: Stage, index: int, state: State) -> 
     step, before = case.steps[index], replace(case, steps=case.steps[:index])
     sizes = sorted({*(case.config.capture_sizes or ()), step.batch.num_tokens})
     exact = replace(case, config=case.config.changed(capture_sizes=sizes))
-    run_eagerly(case)  # what Python keeps is as before the stage
+    right = run_eagerly(case, state)  # what Python keeps is as before the stage
     state.restore()
     with prepared_for(exact, stage) as prepared:
         state.restore()
-        run_prepared(before, prepared)
+        run_prepared(before, prepared, state, right)
         decision = prepared.dispatch(step.batch)
         captured: list[_Result] = []
         for graph in dict(prepared.recordings())[decision.graph_index].graphs:
@@ -67,7 +69,7 @@ def find_operation(case: BisectCase, stage: Stage, index: int, state: State) -> 
         metadata = step.metadata_for(decision)
         prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
         state.restore()
-        run_eagerly(before)
+        run_eagerly(before, state)
         uncaptured = _Uncaptured(decision.mode is RuntimeMode.PIECEWISE, case.model)
         run = recordable(prepared.compiled, case.config.splitting_ops)
         inputs = inputs_of(case, prepared.compiled.plan, index)
@@ -119,6 +121,85 @@ def _result(operation: Operation, line: str = "", module: str = "") -> _Result:
     tensors += written_by(call.func, call.args, call.keywords)
     op = overload_name(call.func).rpartition(".")[0]
     return _Result(op, numbers, copies(tensors), line, module)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """An operation as it ran. `results` are what it returned and wrote, the latter as far as it
+    changed it, of which `changed` has the elements."""
+
+    op: str
+    numbers: list[Any]
+    read: list[int]
+    made: list[int]
+    """Memory that it read, and that it returned or wrote."""
+    results: list[Tensor]
+    changed: list[Tensor | None]
+    line: str
+    module: str
+
+    def __str__(self) -> str:
+        where = f" ({self.line.rpartition('/')[2]})" if self.line else ""
+        return f"{self.op.rpartition('.')[0]}{where}"
+
+
+class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations of one run of a model. A custom op is one."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[TracedOp] = []
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        written = list(written_by(func, args, given))
+        before = copies(written)
+        result = func(*args, **given)
+        name, leaves = overload_name(func), tree_leaves((args, given))
+        if name.partition(".")[0].partition("::")[2] in ALLOCATIONS:
+            return result
+        read = [storage_id(each) for each in tensors_in((args, given))]
+        fresh = [each for each in tensors_in(result) if storage_id(each) not in read]
+        changed = [one != other for one, other in zip(before, written, strict=True)]
+        op = TracedOp(
+            name,
+            [each for each in leaves if isinstance(each, int | float)],
+            read,
+            [storage_id(each) for each in (*fresh, *written)],
+            copies([*fresh, *written]),
+            [*([None] * len(fresh)), *changed],
+            user_line() or "",
+            calling_module(self._module_names),
+        )
+        self.ops.append(op)
+        return result
+
+
+def first_difference(ops: Sequence[TracedOp], others: Sequence[TracedOp]) -> tuple[int, str] | None:
+    """The first of `ops` whose result differs in the other run by more than what it read explains,
+    and how. Rows that only the other run has do not count."""
+    apart: dict[int, float] = {}
+    for index, (one, other) in enumerate(zip_longest(ops, others)):
+        if one is None or other is None or one.op != other.op:
+            names = [str(each) if each else "nothing more" for each in (one, other)]
+            return min(index, len(ops) - 1), f"it runs {names[1]} there instead of {names[0]}"
+        read = max((apart.get(memory, 0.0) for memory in other.read), default=0.0)
+        most = max(map(_apart, one.results, other.results, one.changed), default=0.0)
+        if most > FLOOR + FACTOR * read:
+            numbers = one.numbers != other.numbers
+            how = f"it takes {one.numbers} and {other.numbers}" if numbers else ""
+            return index, "; ".join(filter(None, (one.module and f"in module {one.module}", how)))
+        apart.update(dict.fromkeys(other.made, most))
+    return None
+
+
+def _apart(one: Tensor, other: Tensor, changed: Tensor | None) -> float:
+    if one.dim() == other.dim():
+        other = other[tuple(slice(size) for size in one.shape)]
+    if changed is not None and other.shape == one.shape:
+        other = torch.where(changed, other, one)
+    return float(differences(one, other).amax()) if one.numel() else 0.0
 
 
 class _Uncaptured(Tape):

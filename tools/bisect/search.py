@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import PreparedModel
+from ... import PreparedModel, RuntimeMode
 from ...compile.conditions.conditions import broken_conditions
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
+from ...runtime.backends.ownership import error_line
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
 from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
-from .observe import Ran, run_eagerly, run_prepared, splitting_ops
-from .operations import find_operation
+from .observe import Ran, run_eagerly, run_model, run_prepared, splitting_ops
+from .operations import OpTrace, find_operation, first_difference
+from .rerun import Failure, Rerun
 from .stages import (
     COMPILER,
     EAGER,
     FULL,
+    GRAPHS,
     PIECEWISE,
     STRATEGIES,
     TRACED,
@@ -36,9 +39,12 @@ from .stages import (
     stages,
     with_own_cache,
 )
-from .state import State, addresses
+from .state import State, addresses, row_numbers
 
 Say = Callable[[str], None]
+
+MOST_TEXT = 80
+"""Characters of a value that a note shows."""
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039)
 
@@ -80,18 +86,6 @@ def reproduce(data: Path, stage: str) -> int:
     return 1 if finding else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The first step that raised or is wrong."""
-
-    index: int
-    wrong: Wrong | None
-    right: Ran
-    ran: Ran
-    again: Callable[[], Ran]
-    """Runs the uncompiled model again, up to the step."""
-
-
 class _Search:
     """One search; the state of layers and buffers is as before when it ends."""
 
@@ -102,8 +96,8 @@ class _Search:
 
     def run(self) -> Finding | None:
         try:
-            right = run_eagerly(self.case)
-            finding = self._unsteady(right)
+            right = run_eagerly(self.case, self.state)
+            finding = self._of_the_model(right)
             for stage in stages(self.case.config):
                 if finding is not None:
                     break
@@ -115,9 +109,9 @@ class _Search:
 
     def check_named(self, name: str) -> Finding | None:
         """Check one stage alone."""
-        right = run_eagerly(self.case)
-        if name == EAGER:
-            return self._unsteady(right)
+        right = run_eagerly(self.case, self.state)
+        if name == EAGER or right[-1].error is not None:
+            return self._of_the_model(right)
         (stage,) = (each for each in stages(self.case.config) if each.name == name)
         return self.check(stage, right)
 
@@ -131,56 +125,75 @@ class _Search:
             except Exception as error:
                 size = case.steps[0].batch.num_tokens
                 piece = error.facts.get("piece") if isinstance(error, PieceFailed) else None
-                note = f"preparing raised {_described_error(error)}"
-                return Finding(stage.name, 0, size, size, piece, note=note)
+                notes = f"preparing raised {_described_error(error)}", self._padding_value(stage)
+                return _noted(Finding(stage.name, 0, size, size, piece), *notes)
+            captured = addresses(case.layers)
             self.state.restore()
-            where = addresses(case.model, case.layers)
-            watched = self.state if stage.name in STRATEGIES else None
-            runs = run_prepared(case, prepared, state=watched)
-            moved = _moved(where, addresses(case.model, case.layers))
-            failure = self._first_failure(case, right, runs)
+            prepared.parts.checks.compare_all()
+            watch = stage.name in STRATEGIES
+            runs = run_prepared(case, prepared, self.state, right, watch=watch)
+            failure = self._first_failure(right, runs)
             if failure is None:
                 return self._sweep(stage, prepared) if stage.name in (COMPILER, WARM) else None
             finding = self._located(stage, prepared, failure)
-        if stage.name in (PIECEWISE, FULL, *STRATEGIES):
-            causes = _tried(self._graph_causes, stage, failure)
-            finding = _noted(finding, moved, causes)
+            if stage.name in (PIECEWISE, FULL) and failure.ran.error is None:
+                try:
+                    finding = self._by_rerun(stage, prepared, failure, finding)
+                except Exception as error:
+                    finding = _noted(finding, _failed(error))
+                return _noted(finding, self._moved(prepared, failure, captured))
         return finding
 
-    def _first_failure(
-        self, case: BisectCase, right: Sequence[Ran], runs: Sequence[Ran]
-    ) -> _Failure | None:
-        """The first step that raised or is wrong."""
+    def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> Failure | None:
+        """The first step that raised or is wrong, in its results or in what it wrote."""
         for index, (want, ran) in enumerate(zip(right, runs, strict=False)):
-            run = partial(self._again, case, index)
-
-            def results(run: Callable[[], Ran] = run) -> Any:
-                return run().results
-
+            again = partial(self._again, index)
             wrong = None
             if ran.error is None:
-                wrong = first_wrong(want.results, ran.results, case.tolerance, results)
+                tolerance = self.case.tolerance
+                measured = lambda again=again: again().compared  # noqa: E731
+                wrong = first_wrong(want.compared, ran.compared, tolerance, measured)
             if ran.error is not None or wrong is not None:
-                return _Failure(index, wrong, want, ran, run)
+                return Failure(index, wrong and _of_state(wrong, want), want, ran, again)
         return None
 
-    def _again(self, case: BisectCase, index: int) -> Ran:
+    def _again(self, index: int) -> Ran:
         """Run the steps up to this one eagerly again."""
         self.state.restore()
-        return run_eagerly(replace(case, steps=case.steps[: index + 1]))[-1]
+        case = replace(self.case, steps=self.case.steps[: index + 1])
+        return run_eagerly(case, self.state)[-1]
 
-    def _unsteady(self, right: Sequence[Ran]) -> Finding | None:
-        """A finding if the model differs from itself: then nothing can be compared with it."""
+    def _of_the_model(self, right: Sequence[Ran]) -> Finding | None:
+        """A finding if the model raises or differs from itself: nothing can be compared then."""
         self.state.restore()
-        for index, (want, ran) in enumerate(zip(right, run_eagerly(self.case), strict=True)):
-            wrong = first_wrong(want.results, ran.results, self.case.tolerance)
-            if wrong is not None:
-                size = self.case.steps[index].batch.num_tokens
+        for index, (want, ran) in enumerate(
+            zip(right, run_eagerly(self.case, self.state), strict=False)
+        ):
+            size = self.case.steps[index].batch.num_tokens
+            finding = Finding(EAGER, index, size, size)
+            if want.error is not None:
+                where = error_line(want.error)
+                at = f" (at {where.rpartition('/')[2]})" if where else ""
+                note = f"the model itself raised {_described_error(want.error)}{at}"
+                return replace(finding, note=note)
+            wrong = first_wrong(want.compared, ran.compared, self.case.tolerance)
+            if ran.error is not None or wrong is not None:
                 note = "the model itself gives another result the second time"
-                return Finding(EAGER, index, size, size, wrong=wrong, note=note)
+                finding = replace(finding, wrong=wrong and _of_state(wrong, want), note=note)
+                return _caused(finding, self._unsteady_operation, index)
         return None
 
-    def _located(self, stage: Stage, prepared: PreparedModel, failure: _Failure) -> Finding:
+    def _unsteady_operation(self, index: int) -> Cause:
+        """The first operation of a step that gives something else in another run of the steps."""
+        traces = [OpTrace(self.case.model) for _ in range(2)]
+        for trace in traces:
+            self.state.restore()
+            run_eagerly(replace(self.case, steps=self.case.steps[:index]), self.state)
+            run_model(self.case, self.case.steps[index], self.state, trace)
+        found = first_difference(traces[0].ops, traces[1].ops)
+        return (None, None, "") if found is None else (str(traces[0].ops[found[0]]), None, found[1])
+
+    def _located(self, stage: Stage, prepared: PreparedModel, failure: Failure) -> Finding:
         case, ran = self.case, failure.ran
         size, padded = (
             case.steps[failure.index].batch.num_tokens,
@@ -190,7 +203,7 @@ class _Search:
         finding = Finding(stage.name, failure.index, size, padded, wrong=failure.wrong)
         if ran.error is not None:
             finding = replace(finding, note=f"the step raised {_described_error(ran.error)}")
-            if stage.name in (TRACED, PIECEWISE, FULL, *STRATEGIES):
+            if stage.name in (TRACED, *GRAPHS):
                 return finding
             if ran.inside is not None:
                 return replace(finding, operator=ran.inside.rpartition(".")[0])
@@ -205,31 +218,30 @@ class _Search:
         if stage.name in STRATEGIES:
             note = "right with all graphs captured at startup"
             changed = ", ".join(dict.fromkeys(ran.clobbered))
-            return replace(
-                finding,
-                note=f"{note}; a capture before this step changed {changed}" if changed else note,
-            )
-        if stage.name == FULL and not ran.calls:
+            change = f"a capture before this step changed {changed}" if changed else ""
+            return _noted(finding, note, change)
+        if ran.decision.mode is RuntimeMode.FULL:
             right = (
                 "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
             finding = replace(finding, note=f"inside the FULL graph{right}")
-        if finding.note or not case.config.compile:
-            return _caused(finding, find_operation, case, stage, failure.index, self.state)
+        if not case.config.compile or ran.decision.mode is RuntimeMode.FULL:
+            return finding
         try:
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
         except Exception as error:
             return _noted(finding, _failed(error))
         if call is not None and call.itself:
-            op = call.op.rpartition(".")[0]
-            if stage.name in (PIECEWISE, FULL):  # right at the stages before: not the op
-                return replace(finding, note=f"first seen in what {op} gives")
-            return replace(finding, operator=op)
+            if stage.name in GRAPHS:  # right at the stages before: not the op
+                return finding
+            return replace(finding, operator=call.op.rpartition(".")[0])
         use = find_piece(plan, failure.right, call)
         if use is None:
             return finding
         piece = plan.piece_uses()[use]
         note = f"piece {piece} is {plan.pieces[piece].digest[:12]}, use {use}"
+        if call is not None and call.buffer:
+            note += f"; it writes {call.buffer} wrongly"
         finding = replace(finding, piece=piece, note=note)
         if stage.name == WARM:
             return replace(finding, note=f"{note}; compiled again it is right: remove its artifact")
@@ -239,12 +251,109 @@ class _Search:
             return _caused(
                 finding, lambda: PieceSearch(at_stage, prepared).find(use, failure.index, size)
             )
-        if stage.name == PIECEWISE:
-            return _caused(
-                finding,
-                lambda: PieceSearch(at_stage, prepared).find_mixing(use, failure.index, padded),
-            )
         return finding
+
+    def _by_rerun(
+        self, stage: Stage, prepared: PreparedModel, failure: Failure, finding: Finding
+    ) -> Finding:
+        """What the step does from the state before it, in lower modes; see `rerun`."""
+        case = self.case
+        rerun = Rerun(case, prepared, self.state, failure)
+        size, padded = rerun.size, rerun.padded
+        graph = rerun.graph()
+        if rerun.is_right(graph):
+            left = "" if rerun.is_as_expected(graph) else rerun.left_behind()
+            if left:
+                return _noted(replace(finding, piece=None), left)
+            return self._by_operation(stage, failure, finding, "run again from there it is right")
+        if padded > size:
+            if case.capture_metadata is not None and rerun.is_right(rerun.fresh_graph()):
+                note = "right if padding of its metadata is as at the capture: something of an "
+                return _noted(replace(finding, piece=None), f"{note}earlier step is left there")
+            model = rerun.padded_model()
+            if not rerun.is_right(model):
+                too = "gives what the graph gives" if rerun.same_rows(model, graph) else "is wrong"
+                note = f"the model itself {too}"
+                return self._by_rows(prepared, rerun, rerun.wrong_state(model), finding, note)
+            if not rerun.is_right(rerun.padded_code()):
+                return _noted(finding, f"the model is right on {padded} rows, compiled code is not")
+        if not rerun.is_right(rerun.code()):
+            return _noted(finding, "wrong without a graph, too, from the state before the step")
+        return self._by_operation(stage, failure, finding, "right without a graph on the same rows")
+
+    def _by_operation(self, stage: Stage, failure: Failure, finding: Finding, note: str) -> Finding:
+        """The first operation that is other in the graph than in the model."""
+        if stage.name == FULL or not self.case.config.compile:
+            index = failure.index
+            finding = _caused(finding, find_operation, self.case, stage, index, self.state)
+        return _noted(finding, note)
+
+    def _by_rows(
+        self,
+        prepared: PreparedModel,
+        rerun: Rerun,
+        state: Sequence[str],
+        finding: Finding,
+        note: str,
+    ) -> Finding:
+        """The model itself is other on the padded rows: why, and from which operation on."""
+        zeros, ones = rerun.padded_model(0), rerun.padded_model(1)
+        if rerun.same_rows(zeros, ones):
+            note += f": it depends on how many rows there are, {rerun.padded} or {rerun.size}"
+        else:
+            note += ": its real rows depend on what padding holds"
+        if state:
+            note += f"; it writes {', '.join(state)} otherwise"
+        alone, padded = (trace.ops for trace in rerun.operations())
+        found = first_difference(alone, padded)
+        if found is None:
+            return _noted(finding, note)
+        index, how = found
+        finding = replace(finding, operator=str(alone[index]), piece=None, note="")
+        plan = prepared.compiled.plan.at(rerun.padded)
+        ops = splitting_ops(plan)
+        if ops and alone[index].op not in ops:
+            calls = sum(one.op in ops for one in alone[:index])
+            use = find_piece(plan, rerun.right, WrongCall(calls, "", itself=False))
+            finding = replace(finding, piece=None if use is None else plan.piece_uses()[use])
+        return _noted(finding, note, how)
+
+    def _moved(
+        self, prepared: PreparedModel, failure: Failure, captured: dict[str, tuple[int, int]]
+    ) -> str:
+        """What the graph of a step reads and was elsewhere at its capture."""
+        recording = dict(prepared.recordings()).get(failure.ran.decision.graph_index)
+        if recording is None or failure.ran.decision.mode is not RuntimeMode.FULL:
+            return ""
+        read = {each.untyped_storage().data_ptr() for each in recording.ownership.found()}
+        self._again_in(prepared, failure.index)
+        now = addresses(self.case.layers)
+        anywhere = not read & {at[0] for at in (*captured.values(), *now.values())}
+        names = [
+            n for n, at in captured.items() if now.get(n) != at and (at[0] in read or anywhere)
+        ]
+        return f"moved after the capture: {', '.join(names)}" if names else ""
+
+    def _again_in(self, prepared: PreparedModel, index: int) -> None:
+        """Run the steps up to this one in `prepared` again."""
+        self.state.restore()
+        case = replace(self.case, steps=self.case.steps[: index + 1])
+        right = run_eagerly(case, self.state)
+        self.state.restore()
+        run_prepared(case, prepared, self.state, right)
+
+    def _padding_value(self, stage: Stage) -> str:
+        """The inputs whose stated padding is why it cannot be captured: without it, it can."""
+        stated, names = self.case.config.steps.padding, []
+        for name in stated:
+            rest = {other: value for other, value in stated.items() if other != name}
+            case = replace(self.case, config=self.case.config.changed(**{"steps.padding": rest}))
+            self.state.restore()
+            with suppress(Exception), prepared_for(case, stage):
+                names.append(name)
+        return "; ".join(
+            f"it can if steps.padding of input `{name}` is not {stated[name]}" for name in names
+        )
 
     def _sweep(self, stage: Stage, prepared: PreparedModel) -> Finding | None:
         """Run each unique piece at sizes that steps may not have, and compare it with its graph."""
@@ -282,50 +391,27 @@ class _Search:
         self.say(f"{stage.name}: {compared} compared at {shown}")
         return None
 
-    def _graph_causes(self, stage: Stage, failure: _Failure) -> str:
-        """The change that makes the step right."""
-        step, decision = self.case.steps[failure.index], failure.ran.decision
-        causes = [self._history(stage, failure.index)]
-        if decision.descriptor.num_tokens > step.batch.num_tokens and failure.ran.error is None:
-            causes += [self._padding(stage, failure.index)]
-        return "; ".join(filter(None, causes))
-
     def _changed_model(self, prepared: PreparedModel, index: int) -> str:
         """What the trace relied on and does not hold at the step."""
-        self.state.restore()
-        run_prepared(replace(self.case, steps=self.case.steps[: index + 1]), prepared)
+        self._again_in(prepared, index)
         broken = broken_conditions(prepared.compiled.conditions, self.case.model)
-        return "; ".join(f"`{b.what}` was {b.old} at the trace and is {b.new}" for b in broken)
+        changes = ((b.what, _short(str(b.old)), _short(str(b.new))) for b in broken)
+        return "; ".join(f"`{w}` was {old} at the trace and is {new}" for w, old, new in changes)
 
-    def _history(self, stage: Stage, index: int) -> str:
-        """Whether the step is wrong on its own, or only after those before it."""
-        if index == 0 or stage.name in STRATEGIES:
-            return ""
-        if self._is_right(stage, index):
-            return "right as the first step: something of an earlier step is left in rows or state"
-        return "wrong as the first step too"
 
-    def _padding(self, stage: Stage, index: int) -> str:
-        """Whether padding is needed for the step to be wrong."""
-        size = self.case.steps[index].batch.num_tokens
-        if not self._is_right(stage, index, capture_sizes=(size,)):
-            return ""
-        return "right without padding"
+def _of_state(wrong: Wrong, want: Ran) -> Wrong:
+    """`wrong` with its name and its real row, if it is of the state."""
+    number = wrong.tensor - len(want.results)
+    if number < 0:
+        return wrong
+    row, *rest = wrong.element or (0,)
+    rows = row_numbers(want.written[number])
+    place = (rows[row] if row < len(rows) else row, *rest)
+    return replace(wrong, name=want.before.names[number], element=place)
 
-    def _is_right(self, stage: Stage, index: int, **settings: Any) -> bool:
-        """Whether the step alone is right, with other settings."""
-        config = self.case.config.changed(**settings)
-        alone = replace(self.case, config=config, steps=[self.case.steps[index]])
-        self.state.restore()
-        right = run_eagerly(alone)
-        self.state.restore()
-        try:
-            with prepared_for(alone, stage) as prepared:
-                self.state.restore()
-                runs = run_prepared(alone, prepared)
-        except Exception:
-            return False
-        return self._first_failure(alone, right, runs) is None
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
 
 
 def _noted(finding: Finding, *notes: str) -> Finding:
@@ -351,11 +437,6 @@ def _tried(search: Callable[..., str], *args: Any) -> str:
 
 def _failed(error: Exception) -> str:
     return f"search failed: {_described_error(error)}"
-
-
-def _moved(before: dict[str, int], after: dict[str, int]) -> str:
-    names = [name for name, place in after.items() if before.get(name) != place]
-    return f"moved after the capture: {', '.join(names)}" if names else ""
 
 
 def _described_error(error: Exception) -> str:

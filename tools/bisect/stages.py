@@ -37,6 +37,7 @@ EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
 COMPILER, WARM = "compiler", "warm cache"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
 STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
+GRAPHS = (PIECEWISE, FULL, *STRATEGIES)
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 
@@ -102,9 +103,12 @@ def prepared_for(
 ) -> Iterator[PreparedModel]:
     """The case prepared and captured for `stage`; closed at the end.
 
-    At the stage of the warm cache it is prepared twice, so that the second comes from a bundle.
+    It is traced and captured as the process is in the first step. At the stage of the warm cache it
+    is prepared twice, so that the second comes from a bundle.
     """
     config = case.config.changed(**{"strategy": Eager(), **stage.settings})
+    for first in case.steps[:1]:  # as it makes its metadata, what Python keeps is as it was
+        first.metadata_for(first.without_graph())
     if stage.name == WARM:
         _prepare(case, config).close()
     prepared = _prepare(case, config)

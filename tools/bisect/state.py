@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,46 +16,91 @@ from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
 
+_Place = tuple[str, Any, Any, Tensor]
+"""Name, holder and key of a tensor, and the tensor that was there at first."""
 
-class State:
-    """The current contents of the tensors in `layers` and of the buffers of `model`."""
 
-    def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        self._named = list(_tensors(layers, "layers", DEPTH))
-        self._places = [row[1:] for row in self._named] + _buffers(model)
-        self._saved = SavedMemory([tensor for _, _, tensor in self._places])
+class Moment:
+    """Which tensors were at some places at one time, and their contents."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self.names = [name for name, *_ in places]
+        self._places = places
+        self.tensors = [_now(place) for place in places]
+        self._saved = SavedMemory(self.tensors)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The contents of the tensors then."""
+        return [content for _, _, content in self._saved.contents()]
 
     def restore(self) -> None:
         """The same tensors in the same places, with the same contents."""
-        for holder, key, tensor in self._places:
-            if _get(holder, key) is not tensor:
-                _put(holder, key, tensor)
+        for place, tensor in zip(self._places, self.tensors, strict=True):
+            if _now(place) is not tensor:
+                _put(*place[1:3], tensor)
         self._saved.restore()
 
-    def contents(self) -> SavedMemory:
-        """The current contents of the tensors in `layers`."""
-        return SavedMemory([_get(holder, key) for _, holder, key, _ in self._named])
+    def later(self) -> Moment:
+        """The same tensors with their contents now."""
+        current = copy.copy(self)
+        current._saved = self._saved.now()
+        return current
 
-    def changed_since(self, before: SavedMemory) -> list[str]:
-        """The tensors whose bits differ from `before`, with their first changed row."""
-        changed = []
-        elements = before.changed(self.contents())
-        for (name, *_), differs in zip(self._named, elements, strict=True):
-            if differs.any():
-                row = int(differs.reshape(len(differs), -1).any(1).nonzero()[0])
-                changed.append(f"{name} row {row}")
-        return changed
+    def written(self, later: Moment) -> list[Tensor]:
+        """The elements of each tensor whose bits differ later."""
+        return self._saved.changed(later._saved)
 
+    def rows_of(self, elements: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of each tensor that have some of its `elements`; all others of them are 0."""
+        return self._saved.rows_of(elements)
 
-def addresses(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, int]:
-    """Where each tensor of the state and each weight is, by name."""
-    named = dict(tensors_by_path("layers", layers))
-    named.update(model.named_buffers())
-    named.update(model.named_parameters())
-    return {name: tensor.data_ptr() for name, tensor in named.items()}
+    def changed(self, later: Moment) -> list[tuple[str, int]]:
+        """Name and first row of each tensor whose bits differ later."""
+        named = zip(self.names, self.written(later), strict=True)
+        return [(name, row_numbers(elements)[0]) for name, elements in named if elements.any()]
 
 
-def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any, Any, Tensor]]:
+class State:
+    """The tensors in `layers`, and the buffers of `model`, which pieces may write."""
+
+    def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        self._buffers = _buffers(model)
+        self._places = [*_tensors(layers, "layers", DEPTH), *self._buffers]
+        self._start = self.now()
+
+    def restore(self) -> None:
+        """As it was at first."""
+        self._start.restore()
+
+    def now(self) -> Moment:
+        """All of it now."""
+        return Moment(self._places)
+
+    def buffers(self) -> Moment:
+        """The model's buffers now."""
+        return Moment(self._buffers)
+
+
+def row_numbers(elements: Tensor) -> list[int]:
+    """The rows of the largest dimension that have some of `elements`, as `rows_of` has them."""
+    if not elements.dim():
+        return [0]
+    dim = max(range(elements.dim()), key=elements.shape.__getitem__)
+    rows = elements.movedim(dim, 0).flatten(1) if elements.dim() > 1 else elements[:, None]
+    numbers: list[int] = rows.any(1).nonzero().flatten().tolist()
+    return numbers
+
+
+def addresses(layers: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Where the memory and the first element of each tensor of the layers are, by name."""
+    return {
+        name: (tensor.untyped_storage().data_ptr(), tensor.data_ptr())
+        for name, tensor in tensors_by_path("layers", layers)
+    }
+
+
+def _tensors(value: Any, name: str, depth: int) -> Iterator[_Place]:
     if not depth:
         return
     for key, item in _items(value):
@@ -75,16 +121,19 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-def _buffers(model: torch.nn.Module) -> list[tuple[Any, Any, Tensor]]:
+def _buffers(model: torch.nn.Module) -> list[_Place]:
     return [
-        (tensor_dict(module, key), key, buffer)
-        for module in model.modules()
+        (f"{path}.{key}".lstrip("."), tensor_dict(module, key), key, buffer)
+        for path, module in model.named_modules()
         for key, buffer in module.named_buffers(recurse=False)
     ]
 
 
-def _get(holder: Any, key: Any) -> Any:
-    return holder[key] if isinstance(holder, Mapping | list | tuple) else getattr(holder, key)
+def _now(place: _Place) -> Tensor:
+    _, holder, key, at_first = place
+    plain = isinstance(holder, Mapping | list | tuple)
+    tensor = holder[key] if plain else getattr(holder, key)
+    return tensor if isinstance(tensor, Tensor) else at_first
 
 
 def _put(holder: Any, key: Any, tensor: Tensor) -> None:

@@ -68,7 +68,9 @@ class TapeGraph:
         """Raise MovedTensor if asked to, and a tensor that the graph reads was moved."""
         for recorded, tensor in self._ownership.moved() if self._moved_is_error else ():
             name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
+            raise MovedTensor(
+                name=name, change="moved", recorded=hex(recorded), now=hex(tensor.data_ptr())
+            )
 
     @property
     def reads(self) -> list[Tensor]:

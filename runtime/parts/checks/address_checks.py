@@ -19,7 +19,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ....compile.ir.serialization import dtype_name
-from ....errors import HostValueChanged, MovedTensor, StaleContext
+from ....errors import HostValueChanged, MovedTensor, MovedWeight, StaleContext
 from ....torch_compat.basics.modules import Place, place_reader
 from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from ...forward_context import ForwardContext
@@ -114,19 +114,24 @@ class Addresses:
             self._watched[name] = _Watched(name, read)
 
     def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Current places of the tensors called `names`, by default of all watched ones."""
+        """Current places of the tensors called `names`, on which code without a graph relies; by
+        default of all watched ones, for a graph."""
+        of_graph = names is None
         names = self._parts if names is None else names
         parts = [part for name in names for part in self._parts[name]]
-        return Snapshot(self, [self._watched[part] for part in parts])
+        return Snapshot(self, [self._watched[part] for part in parts], of_graph)
 
 
 class Snapshot:
     """The places that one recording, or the compiled code without a graph, relies on."""
 
-    __slots__ = ("_addresses", "_entries", "_in_turn", "_trusted", "values")
+    __slots__ = ("_addresses", "_entries", "_in_turn", "_of_graph", "_trusted", "values")
 
-    def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
+    def __init__(
+        self, addresses: Addresses, watched: Iterable[_Watched], of_graph: bool = True
+    ) -> None:
         self._addresses = addresses
+        self._of_graph = of_graph
         self._entries = [(each, each.read()) for each in watched]
         starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
         in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
@@ -157,6 +162,11 @@ class Snapshot:
             if watched.read() != then:
                 self._moved(watched, then)
 
+    def check_all(self, context: object = None, tensors: object = None) -> None:
+        """As `check_step` does first."""
+        self._trusted = -1
+        self.check_step()
+
     def check(self) -> None:
         """Compare all. Raises MovedTensor for the first that differs."""
         for watched, then in self._entries:
@@ -165,7 +175,8 @@ class Snapshot:
 
     def _moved(self, watched: _Watched, then: Place | None) -> NoReturn:
         self._addresses.changes += 1
-        _raise_moved(watched.name, then, watched.read())
+        error = MovedTensor if self._of_graph else MovedWeight
+        _raise_moved(watched.name, then, watched.read(), error)
 
     def addresses(self) -> set[int]:
         """The addresses that were recorded."""
@@ -192,16 +203,20 @@ class HostValue:
         return ctypes.string_at(memory.data_ptr(), min(memory.nbytes(), 1024))
 
 
-def _raise_moved(name: str, then: Place | None, now: Place | None) -> NoReturn:
+def _raise_moved(
+    name: str, then: Place | None, now: Place | None, error: type[MovedTensor] = MovedTensor
+) -> NoReturn:
     """Name what differs: the address, or else the form."""
+    change = "moved"
     if then is None or now is None or then[0] != now[0]:
         recorded, current = (hex(p[0]) if p is not None and p[0] else "freed" for p in (then, now))
     else:
+        change = "has another form"
         recorded, current = (
             f"{dtype_name(of_dtype)}{list(shape)} with strides {tuple(strides)}"
             for _, shape, strides, of_dtype in (then, now)
         )
-    raise MovedTensor(name=name, recorded=recorded, now=current)
+    raise error(name=name, change=change, recorded=recorded, now=current)
 
 
 def _attributes(tensor: Tensor | None) -> Iterable[str]:
@@ -260,6 +275,11 @@ class MetadataAddresses:
     def addresses(self) -> set[int]:
         """The addresses that steps compare."""
         return {place[0] for place in self._expected.values()}
+
+    def check_all(self, context: ForwardContext, tensors: object = None) -> None:
+        """As `check_step` does in the first steps."""
+        self._steps = 0
+        self.check_step(context)
 
     def check_step(self, context: ForwardContext, tensors: object = None) -> None:
         """Compare one step's. Raises MovedTensor for a tensor in another place, and StaleContext

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from ...core.check import Check, CheckStep
 from ...core.code import ModelCode
 from ...core.records import HostValues, UnwatchedTensors
 from ...core_model import CoreModel
-from ...forward_context import ForwardContext
 from ...part import Part
 from ...tensors_by_path import tensors_by_path
 from .address_checks import (
@@ -74,7 +73,6 @@ class ChecksPart(Part):
         self.addresses = Addresses(core.environment.backend.address)
         self._core = core
         self._registrations = Registrations(self._compare_all)
-        self._emulated = core.environment.backend.runs_python
         self._code: ModelCode | None = None
         self._of_code: Snapshot = self.addresses.snapshot()
         self._memory: CheckStep | None = None
@@ -83,6 +81,12 @@ class ChecksPart(Part):
         self._written = set[str]()
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
+        self._in_turn = not core.environment.backend.runs_python
+
+    def compare_all(self) -> None:
+        """Compare all addresses in each step from now on, as the replay backend does."""
+        self._in_turn = False
+        self._core.checks_changed()
 
     def accept_changes(self) -> list[str]:
         """What the engine has changed of the model since `prepare` is its own from now on.
@@ -112,26 +116,14 @@ class ChecksPart(Part):
             checks.append(Check("what Python read, by class and value", relied.reads.check))
         if relied.metadata is not None:
             name = "addresses of metadata and layers"
-            checks.append(Check(name, relied.metadata.check_step, METADATA_IN_TURN))
+            if self._in_turn:
+                checks.append(Check(name, relied.metadata.check_step, METADATA_IN_TURN))
+            else:
+                checks.append(Check(name, relied.metadata.check_all, EACH_STEP))
         name = "addresses of weights and watched tensors"
         if relied.addresses.values:
             name += ", values on the host"
         return [*checks, self._addresses(name, relied.addresses)]
-
-    def _addresses(self, name: str, snapshot: Snapshot) -> Check:
-        """All in each step where that costs nothing that counts, else in turn."""
-        if not self._emulated:
-            return Check(name, snapshot.check_step, IN_TURN)
-
-        def check_step(context: ForwardContext, tensors: tuple[Any, ...]) -> None:
-            self._compare_all()
-            snapshot.check_step()
-
-        return Check(name, check_step, EACH_STEP)
-
-    def _compare_all(self) -> None:
-        """In the next step of each graph."""
-        self.addresses.changes += 1
 
     def replaced(self, code: ModelCode) -> None:
         if code is not self._code:
@@ -210,6 +202,15 @@ class ChecksPart(Part):
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
         self._code = self._model = self._memory = None
+
+    def _addresses(self, name: str, snapshot: Snapshot) -> Check:
+        if self._in_turn:
+            return Check(name, snapshot.check_step, IN_TURN)
+        return Check(name, snapshot.check_all, EACH_STEP)
+
+    def _compare_all(self) -> None:
+        """In the next step of each graph."""
+        self.addresses.changes += 1
 
     def _bind(self, code: ModelCode) -> None:
         """Watch the weights that the code is bound to."""

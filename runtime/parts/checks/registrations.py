@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet, finalize
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -28,23 +28,24 @@ _KINDS: tuple[Any, ...] = (
 class Registrations:
     """Calls `changed` for each registration in a module that `watch` was given, until `close`."""
 
-    __slots__ = ("_handles", "_modules")
-
     def __init__(self, changed: Callable[[], None]) -> None:
+        """`changed` is a method: torch's hooks, which outlive models, do not hold its object."""
         modules = self._modules = WeakSet[nn.Module]()
+        method = WeakMethod(changed)
 
         def hook(module: nn.Module, name: str, value: object) -> None:
-            if module in modules:
-                changed()
+            if module in modules and (call := method()) is not None:
+                call()
 
-        self._handles = [register(hook) for register in _KINDS]
+        self.close = finalize(self, _remove, [register(hook) for register in _KINDS])
 
     def watch(self, model: nn.Module) -> None:
         self._modules.update(model.modules())
 
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def register_again(model: nn.Module) -> None:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import Excess, differences, excess
+from ....compile.guards.tolerance import differences, excess
 from ....compile.held_values import HeldValues
 from ....compile.ir.config import TOKENS
 from ....compile.ir.locations import first_line
@@ -52,6 +52,7 @@ from ...core_model import CoreModel
 from ...forward_context import ForwardContext, forward_context
 from ...part import Part, Run
 from ...tensors_by_path import tensors_by_path
+from .lockstep import Lockstep, Way
 
 MOST_STATE = 1 << 30
 """Bytes of state that a proof may keep. Steps that write more are skipped."""
@@ -61,6 +62,10 @@ MOST_UNSTEADY = 8
 """Such steps in the beginning, until no more are proved. An engine's warm-up may have some."""
 
 SET_UP = "the step set up state of the model"
+NO_TOKENS = "no tokens on a rank"
+MODEL, PADDED_MODEL, PADDED_CODE = "model", "padded model", "padded code"
+"""Ways to run a step again: the model on the real rows, it or the code on padded ones. The others
+are graphs by index, and NO_GRAPH."""
 
 MOST_FILES = 8
 """Wrong steps that are saved."""
@@ -69,14 +74,15 @@ Keep = Callable[[Any, Decision], Any]
 
 
 class Cause(StrEnum):
-    """What is out of service after a wrong step: the largest set that shares its cause."""
+    """What is out of service after a wrong step, in order of size: the largest set that shares its
+    cause."""
 
+    NOTHING = "nothing"
     GRAPH = "graph"
     MODE = "graphs of the mode"
     GRAPHS = "all graphs"
     CODE = "compiled code"
     BUNDLE = "bundle"
-    NOTHING = "nothing"
 
 
 class Stopped(StrEnum):
@@ -86,7 +92,6 @@ class Stopped(StrEnum):
     RANDOM = "an op draws random numbers"
     UNSTEADY = "two uncompiled runs from the same state differ"
     FAILED = "the uncompiled model failed on the step's real rows"
-    RANKS = "there are several ranks"
 
 
 class NotRepeatable(Exception):
@@ -115,6 +120,7 @@ class _Step:
     num_tokens: int = 0
     written: list[Tensor] | None = None
     """Elements of each tensor of `state` that the uncompiled model changes."""
+    ranks: Lockstep | None = None
 
 
 class ProofPart(Part):
@@ -137,6 +143,7 @@ class ProofPart(Part):
         self._settings = settings
         self._core = core
         self._steps = core.steps
+        self._exchange = core.environment.exchange
         self._records = core.environment.records
         self._uncompiled = uncompiled
         self._folder = folder
@@ -177,7 +184,8 @@ class ProofPart(Part):
         From the first call on, steps that are due under `Config(shadow=...)` are kept instead of
         proved at once: copies of inputs, metadata and results, and of the rows of state to which
         inputs and metadata point. Until this is called, the engine may run steps and write rows.
-        It must not change weights in place, nor other state that the step has read.
+        It must not change weights in place, nor other state that the step has read. With several
+        ranks all must make the same call.
         """
         self._core.must_be_open()
         self._waits = True
@@ -185,8 +193,8 @@ class ProofPart(Part):
         if step is None or self._stopped:
             return False
         state = self._state(step.args, step.kwargs)
-        if any(now is not step.state.get(name) for name, now in state.items()):
-            self.skipped["state was replaced"] += 1
+        replaced = any(now is not step.state.get(name) for name, now in state.items())
+        if not self._all_can("state was replaced" if replaced else ""):
             return False
         self._timed(step)
         return True
@@ -234,30 +242,29 @@ class ProofPart(Part):
         if decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced:
             return run(*step)
         self._left = self._settings.every
-        elapsed = perf_counter() - self._began
-        if self._waiting is not None or self.seconds > self._settings.share * elapsed:
-            self.skipped["waiting" if self._waiting else "budget"] += 1
-            return run(*step)
+        due, skip, failure = None, "", ""
         began = perf_counter()
-        try:
-            due = self._kept(decision, args, kwargs, metadata)
-        except StateTooLarge:
-            self.skipped[f"state above {MOST_STATE >> 20} MiB"] += 1
-            return run(*step)
-        except Exception as error:
-            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
-            return run(*step)
-        held = self._held()
+        if self._waiting is not None or self.seconds > self._settings.share * (began - self._began):
+            skip = "waiting" if self._waiting else "budget"
+        else:
+            try:
+                due = self._kept(decision, args, kwargs, metadata)
+            except StateTooLarge:
+                skip = f"state above {MOST_STATE >> 20} MiB"
+            except Exception as error:
+                failure = f"{type(error).__name__}: {first_line(error)}"
+        held = self._held() if due is not None else None
         self.seconds += perf_counter() - began
-        due.results = run(*step)
-        if set_up := set(held.changed()) - self._changing:  # the second run would find it set up
+        results = run(*step)
+        num_tokens = self._steps.context.num_tokens
+        skip = skip or ("" if num_tokens else NO_TOKENS)
+        if held is not None and (set_up := set(held.changed()) - self._changing):
             self._changing |= set_up
-            self.skipped[SET_UP] += 1
-            self._left = 1
-            return due.results
-        due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
-        if not due.num_tokens:
-            return due.results
+            skip = SET_UP  # the second run would find it set up
+        if not self._all_can(skip, failure) or due is None:
+            return results
+        due.results, due.num_tokens = results, num_tokens
+        due.decision = self._steps.context.decision
         due.after = due.before.now()
         if self._waits:
             due.results = _copied(due.results)
@@ -270,6 +277,19 @@ class ProofPart(Part):
         layers = self._steps.context.layers.items()
         modules = dict(self._steps.code.compiled.model.named_modules())
         return HeldValues(modules | {f"layers[{name!r}]": each for name, each in layers})
+
+    def _all_can(self, skip: str, failure: str = "") -> bool:
+        """Whether all ranks can prove this step; else why not, or why no further step, is noted."""
+        stated = self._exchange("step to prove", {"skip": skip, "failure": failure})
+        for reason in filter(None, (one["failure"] for one in stated)):
+            self.stop(Stopped.FAILED, reason)
+            return False
+        for reason in filter(None, (one["skip"] for one in stated)):
+            self.skipped[reason] += 1
+            if reason == SET_UP:
+                self._left = 1
+            return False
+        return True
 
     def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
         recorded = self._keep(metadata, decision)
@@ -308,64 +328,109 @@ class ProofPart(Part):
             self.seconds += perf_counter() - began
 
     def _proved(self, step: _Step) -> Any:
-        """The step's results, or those of the uncompiled model if they are others."""
-        now = step.after.now() if self._waits else step.after
-        results = _copied(step.results)
+        """The step's results, or those of the uncompiled model if they are others.
+
+        All ranks take out of service what the largest cause on any of them says.
+        """
+        results, right = _copied(step.results), step.results
+        final = now = step.after.now() if self._waits else step.after
+        step.ranks = Lockstep(self._exchange, lambda way: self._run_alone(step, way, step.before))
+        verdict: dict[str, Any] = {"stop": None, "unsteady": False, "wrong": None}
         try:
             expected = self._again(step)
             got = self._compared(step, results, step.before, step.after)
             if not self._steady:
-                if bool(differences(expected, self._again(step)).any()):
-                    self.skipped[UNSTEADY] += 1
-                    if self.skipped[UNSTEADY] == MOST_UNSTEADY:
-                        raise NotRepeatable(Stopped.UNSTEADY, "")
-                    return step.results
-                self._steady = True
-            wrong = excess(expected, got, lambda: self._again(step))
+                self._steady = not bool(differences(expected, self._again(step)).any())
+                verdict["unsteady"] = not self._steady
+            wrong = excess(expected, got, lambda: self._again(step)) if self._steady else None
+            if wrong is not None:
+                cause, graphs = self._cause(step, expected)
+                apart = wrong.difference if isfinite(wrong.difference) else None
+                verdict["wrong"] = [list(Cause).index(cause), graphs, apart, wrong.tolerance]
+                if not self._waits:  # later steps have built on what it wrote
+                    now.restore()
+                    right, _, final = self._run(step, MODEL)
         except NotRepeatable as error:
-            self.stop(error.reason, error.detail)
-            return step.results
+            verdict["stop"] = [error.reason, error.detail]
         except Exception as error:
-            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
-            return step.results
+            verdict["stop"] = [Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"]
+        try:
+            verdicts = step.ranks.finish(verdict)
         finally:
-            now.restore()
+            final.restore()
+        self._conclude(step, verdicts, verdict["wrong"] is not None)
+        return right
+
+    def _conclude(self, step: _Step, verdicts: Sequence[Any], is_wrong: bool) -> None:
+        """Do what the verdicts of all ranks say; the step is saved where it `is_wrong`."""
+        for reason, detail in filter(None, (one["stop"] for one in verdicts)):
+            self.stop(Stopped(reason), detail)
+            return
+        if any(one["unsteady"] for one in verdicts):
+            self.skipped[UNSTEADY] += 1
+            if self.skipped[UNSTEADY] == MOST_UNSTEADY:
+                self.stop(Stopped.UNSTEADY)
+            return
         decision = step.decision
         self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
-        if wrong is None:
-            return step.results
-        try:
-            cause, graphs = self._cause(step, expected)
-        finally:
-            now.restore()
-        if self._waits:  # later steps have built on what it wrote
-            right = step.results
-        else:
-            right, *_ = self._again(step)
-        self._book(step, wrong, cause, graphs)
-        return right
+        wrong = [one["wrong"] for one in verdicts if one["wrong"]]
+        if wrong:
+            cause, _, apart, tolerance = max(wrong, key=itemgetter(0))
+            graphs = sorted({graph for _, graphs, *_ in wrong for graph in graphs})
+            self._book(step, apart, tolerance, list(Cause)[cause], graphs, is_wrong)
 
     def _again(self, step: _Step) -> Any:
         """The uncompiled model on the real rows."""
-        decision, known = _without_graph(step.num_tokens), [*step.state.values()]
-
-        def run(metadata: Any) -> Any:
-            with self._context(step, decision, metadata), _Declared(known):
-                return self._uncompiled(*step.args, **step.kwargs)
-
-        return self._compared(step, *self._run(step, decision, run))
+        return self._compared(step, *self._run(step, MODEL))
 
     def _run(
-        self, step: _Step, decision: Decision, run: Run, start: SavedMemory | None = None
+        self, step: _Step, way: Way, start: SavedMemory | None = None
     ) -> tuple[Any, SavedMemory, SavedMemory]:
-        """What `run(metadata)` gives from a state, that before the step unless one is given, and
-        the state around it."""
-        (start or step.before).restore()
+        """What a run gives from a state, that before the step unless one is given, and the state
+        around it. Other ranks make the same run."""
+        assert step.ranks is not None
+        return step.ranks.run(  # type: ignore[no-any-return]
+            way, lambda way: self._run_alone(step, way, start or step.before)
+        )
+
+    def _run_alone(
+        self, step: _Step, way: Way, start: SavedMemory
+    ) -> tuple[Any, SavedMemory, SavedMemory]:
+        decision, run = self._way(step, way)
+        start.restore()
         same = decision.descriptor == step.decision.descriptor and not self._waits
         metadata = step.metadata if same else self._rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
         results = _copied(run(metadata))
         return results, before, step.before.now()
+
+    def _way(self, step: _Step, way: Way) -> tuple[Decision, Run]:
+        """The decision of a run, and the run, which takes metadata."""
+        if way == MODEL:
+            decision, known = _without_graph(step.num_tokens), [*step.state.values()]
+
+            def model(metadata: Any) -> Any:
+                with self._context(step, decision, metadata), _Declared(known):
+                    return self._uncompiled(*step.args, **step.kwargs)
+
+            return decision, model
+        if way in (PADDED_CODE, PADDED_MODEL):
+            sizes = self._padded_sizes(step.decision)
+            args, kwargs = step.args, dict(step.kwargs)
+            code, uncompiled = self._steps.padded_runs(sizes, args, kwargs, self._uncompiled)
+
+            def padded(metadata: Any) -> Any:
+                with self._context(step, step.decision, metadata):
+                    return (code if way == PADDED_CODE else uncompiled)()
+
+            return step.decision, padded
+        assert isinstance(way, int)
+        decision = _without_graph(step.num_tokens) if way == NO_GRAPH else self._on_graph(way)
+
+        def decided(metadata: Any) -> Any:
+            return self._steps.run(decision, step.args, dict(step.kwargs), metadata, None)
+
+        return decision, decided
 
     def _compared(self, step: _Step, results: Any, before: SavedMemory, after: SavedMemory) -> Any:
         """What is compared of two runs: the results, the written state, and whether a run wrote
@@ -376,8 +441,7 @@ class ProofPart(Part):
         elsewhere = _but(changed, step.written)
         for start in (step.before, after):  # what is written may be what was there in one of them
             if any(map(torch.any, elsewhere)):
-                model = self._padded_runs(step)[1]
-                _, unpadded, padded = self._run(step, step.decision, model, start)
+                _, unpadded, padded = self._run(step, PADDED_MODEL, start)
                 elsewhere = _but(elsewhere, unpadded.changed(padded))
         return results, after.rows_of(step.written), any(map(torch.any, elsewhere))
 
@@ -385,40 +449,31 @@ class ProofPart(Part):
         """What shares the cause of a wrong step, by running it in lower modes."""
         decision, mode, captured = step.decision, step.decision.mode, self._graphs()
         every = [index for index, _, _ in captured]
-        if not self._right(step, _without_graph(step.num_tokens), expected):
+        if not self._right(step, NO_GRAPH, expected):
             return (Cause.CODE if self._steps.code.compiled.traced else Cause.NOTHING), every
         if mode is RuntimeMode.NONE:
             return Cause.NOTHING, []  # wrong once
         if decision.descriptor.num_tokens != step.num_tokens:
-            code, model = self._padded_runs(step)
-            if not self._same(step, decision, model, expected):
+            if not self._right(step, PADDED_MODEL, expected):
                 return Cause.GRAPHS, every  # padding reaches real rows
-            if not self._same(step, decision, code, expected):
+            if not self._right(step, PADDED_CODE, expected):
                 return Cause.CODE, every
         padded = self._padded_sizes(decision)
         for index, other, sizes in captured:
             lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
-            if lower and not self._right(step, self._on_graph(index), expected):
+            if lower and not self._right(step, index, expected):
                 return Cause.GRAPHS, every
         rebuilt = step.metadata is None or self._rebuild is not _as_it_is
         for index, other, sizes in captured:
             another = other is mode and index != decision.graph_index
             fits = sizes[TOKENS] >= step.num_tokens
-            if rebuilt and another and fits and self._right(step, self._on_graph(index), expected):
+            if rebuilt and another and fits and self._right(step, index, expected):
                 return Cause.GRAPH, [decision.graph_index]
         return Cause.MODE, [index for index, other, _ in captured if other is mode]
 
     def _on_graph(self, index: int) -> Decision:
         entry = self._steps.dispatcher.plan.entries[index]
         return Decision(entry.mode, entry.descriptor, index, Reason.EXCLUDED)
-
-    def _right(self, step: _Step, decision: Decision, expected: Any) -> bool:
-        """Whether the step as decided does the same."""
-
-        def run(metadata: Any) -> Any:
-            return self._steps.run(decision, step.args, dict(step.kwargs), metadata, None)
-
-        return self._same(step, decision, run, expected)
 
     def _padded_sizes(self, decision: Decision) -> Mapping[str, int]:
         """Of the step's graph; empty if it ran without one."""
@@ -432,44 +487,41 @@ class ProofPart(Part):
             for graph in self._core.graphs.present()
         ]
 
-    def _padded_runs(self, step: _Step) -> list[Run]:
-        """Compiled code, and the model, on inputs padded as those of the step."""
-        sizes = self._padded_sizes(step.decision)
-        runs = self._steps.padded_runs(sizes, step.args, dict(step.kwargs), self._uncompiled)
-
-        def in_context(run: Run, metadata: Any) -> Any:
-            with self._context(step, step.decision, metadata):
-                return run()
-
-        return [partial(in_context, run) for run in runs]
-
     def _context(
         self, step: _Step, decision: Decision, metadata: Any
     ) -> AbstractContextManager[ForwardContext]:
         layers = self._steps.context.layers
         return forward_context(ForwardContext(layers, metadata, decision, step.num_tokens))
 
-    def _same(self, step: _Step, decision: Decision, run: Run, expected: Any) -> bool:
+    def _right(self, step: _Step, way: Way, expected: Any) -> bool:
         """Whether a run from the state before the step does the same; what raises does not."""
         try:
-            results, before, after = self._run(step, decision, run)
+            results, before, after = self._run(step, way)
             got = self._compared(step, _real_rows(results, expected[0]), before, after)
             return excess(expected, got, lambda: self._again(step)) is None
         except Exception:
             return False
 
-    def _book(self, step: _Step, wrong: Excess, cause: Cause, graphs: list[int]) -> None:
+    def _book(
+        self,
+        step: _Step,
+        apart: float | None,
+        tolerance: float,
+        cause: Cause,
+        graphs: list[int],
+        is_wrong: bool,
+    ) -> None:
         decision = step.decision
         entries = self._steps.dispatcher.plan.entries
         names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
-        file = self._saved(step)
-        apart, tolerance = wrong.difference, wrong.tolerance
-        reason = f"a step of {step.num_tokens} tokens differs by {apart:.3g} > {tolerance:.3g}"
+        file = self._saved(step) if is_wrong else None
+        by = "by another result" if apart is None else f"by {apart:.3g} > {tolerance:.3g}"
+        reason = f"a step of {step.num_tokens} tokens differs {by}"
         out = self._take_out(cause, graphs, reason)
         self._records.add(
             WrongStep(
                 decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
-                decision.graph_index, apart if isfinite(apart) else None, tolerance, out.value,
+                decision.graph_index, apart, tolerance, out.value,
                 names, str(file) if file else None,
             )
         )  # fmt: skip

@@ -12,15 +12,15 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from time import perf_counter
+from functools import partial
 
 from ....dispatch import DispatchPlan, RuntimeMode
-from ....errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ....events import Events
 from ...backends.protocol import GraphBackend
+from ...capture.captures import record_on_all_ranks
 from ...capture.recording import Recording
 from ...capture.session import CaptureSession, capture_session
-from ...core.exchange import Exchange, worst_outcome
+from ...core.exchange import CaptureAgreement, Exchange
 
 RecordGraph = Callable[[int, CaptureSession], Recording]
 
@@ -116,7 +116,6 @@ def forecast_memory(
     of it is freed at the end. In `serving` steps may run between two probes, and a dummy batch that
     fails is no error.
     """
-    handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
     by_mode: dict[RuntimeMode, list[int]] = {}
     for graph_index, entry in enumerate(plan.entries):
         by_mode.setdefault(entry.mode, []).append(graph_index)
@@ -135,28 +134,19 @@ def forecast_memory(
                 for graph_index in candidates:
                     if len(measured) == most:
                         break
-                    began, recording, reason = perf_counter(), None, ""
                     if session is None:
                         session = sessions.enter_context(
                             capture_session(backend, pool, events, prepare=not serving)
                         )
-                    try:
-                        recording = record(graph_index, session)
-                        recordings.append(recording)
-                    except handled as error:
-                        reason = str(error)
-                        if isinstance(error, CaptureOutOfMemory):
-                            session.recover()
-                    ms = (perf_counter() - began) * 1000
-                    num_bytes = recording.bytes if recording else 0
                     topic = f"probe of graph {graph_index}"
-                    ms, num_bytes, reason = worst_outcome(exchange, topic, ms, num_bytes, reason)
-                    if recording is None or reason:
+                    session.agreement = CaptureAgreement(exchange, topic)
+                    recording, (ms, num_bytes, _) = record_on_all_ranks(
+                        partial(record, graph_index, session), session, serving
+                    )
+                    if recording is None:
                         failed.append(graph_index)
-                        if recording:
-                            recordings.remove(recording)
-                            recording.release()
                     else:
+                        recordings.append(recording)
                         measured.append((graph_index, num_bytes))
                     if serving:
                         sessions.close()

@@ -15,19 +15,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piecegraph import Batch, Config, Dispatcher, GraphMode
+from piecegraph import Batch, Config, Dispatcher, GraphMode, PreparedModel, break_graph, prepare
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
-from piecegraph.runtime.core.records import Records
+from piecegraph.runtime.core.records import CaptureFailure, Records
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
@@ -114,6 +115,71 @@ def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
     return captured
 
 
+@break_graph(fake=lambda x: x * 1)
+def summed(x: Tensor) -> Tensor:
+    """A collective between two graphs: a rank that does not come leaves the others in it."""
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    return x * count
+
+
+class Reducing(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return summed(summed(x * 2) + 1) * 3
+
+
+def reducing(ranks: Ranks, **settings: Any) -> PreparedModel:
+    config = Config(
+        compile=False, graph_mode="PIECEWISE", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
+        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), **settings,
+    )  # fmt: skip
+    return prepare(Reducing(), config, backend=ReplayBackend(), ranks=ranks)
+
+
+def one_fails_beside_a_collective(ranks: Ranks, odd: bool) -> list[str]:
+    """The odd rank fails at the second graph of its last capture, in the middle of it."""
+    prepared = reducing(ranks)
+    if odd:
+        prepared.backend.options = ReplayOptions(failing_captures=frozenset({8}))  # type: ignore[attr-defined]
+    prepared.capture()
+    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
+    return [*reasons, *modes(prepared, 4, 2)]
+
+
+def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
+    """From the third step on a graph of the odd rank is wrong; its own state has no part in it."""
+    prepared = reducing(ranks, shadow={"every": 1, "share": 1.0})
+    prepared.capture()
+    seen = modes(prepared, 4, 2)
+    (recording,) = (each for _, each in prepared.recordings() if each.name.endswith(" 4"))
+    right = recording.replay
+
+    def wrong() -> None:
+        right()
+        recording.outputs[0].add_(1)
+
+    if odd:
+        recording.replay = wrong
+    seen += modes(prepared, 2, 4, 4, 2)
+    facts = prepared.report()["shadow"]
+    proved = sum(each["count"] for each in facts["proved"])
+    took_out = [(each["out_of_service"], each["graphs"]) for each in facts["wrong"]]
+    return [*seen, str(proved), str(facts["stopped"]), str(took_out)]
+
+
+def modes(prepared: PreparedModel, *sizes: int) -> list[str]:
+    """Run steps; mode and padded size of each, and whether its rows are the model's."""
+    seen = []
+    for n in sizes:
+        x = torch.randn(n, 2)
+        decision = prepared.dispatch(Batch(n, n))
+        rows = prepared.run(decision, x).clone()
+        right = torch.allclose(rows, Reducing()(x), atol=1e-5)
+        padded = decision.descriptor.num_tokens
+        seen.append(f"{decision.mode.name} {padded} {'right' if right else 'wrong'}")
+    return seen
+
+
 def start(ranks: Ranks, sizes: tuple[int, ...], support: AttentionSupport | None = None) -> None:
     settings = {} if support is None else {"attention": {"support": support}}
     plan = make_plan(GraphMode.FULL, sizes, max_num_reqs=8)
@@ -161,7 +227,8 @@ SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
     scene.__name__: scene
     for scene in (
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
-        one_cannot_probe, one_sees_another_batch, limits_differ,
+        one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
+        one_is_wrong,
     )
 }  # fmt: skip
 

@@ -17,7 +17,8 @@ LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 SCENES = (
     "agree-2-2", "disagree_on_sizes-4-2", "disagree_on_attention-2-1", "come_late-4-1", "die-4-3",
     "agree-4-4", "die-2-0", "one_cannot_capture-2-1", "one_sees_another_batch-4-3",
-    "limits_differ-2-1", "one_cannot_probe-2-1",
+    "limits_differ-2-1", "one_cannot_probe-2-1", "one_fails_beside_a_collective-2-1",
+    "one_fails_beside_a_collective-4-2", "one_is_wrong-2-1", "one_is_wrong-4-2",
 )  # fmt: skip
 
 Outcomes = dict[int, dict[str, Any]]
@@ -117,3 +118,29 @@ def test_ranks_go_by_the_least_memory(outcomes: Callable[[str], Outcomes]) -> No
     results = [outcome["result"] for outcome in outcomes("limits_differ-2-1").values()]
     assert results[0] == results[1]
     assert len(results[0]) == 1
+
+
+@pytest.mark.parametrize("scene", ["2-1", "4-2"])
+def test_failure_35_a_capture_that_fails_beside_a_collective(
+    outcomes: Callable[[str], Outcomes], scene: str
+) -> None:
+    """No rank waits inside the collective, and all name the one that failed."""
+    for outcome in outcomes(f"one_fails_beside_a_collective-{scene}").values():
+        reason, *modes = outcome["result"]
+        assert reason.startswith(f"rank {scene[-1]}: capturing PIECEWISE 2 failed")
+        assert modes == ["PIECEWISE 4 right", "PIECEWISE 4 right"]
+
+
+@pytest.mark.parametrize("scene", ["2-1", "4-2"])
+def test_a_step_that_is_wrong_on_one_rank_leaves_service_on_all(
+    outcomes: Callable[[str], Outcomes], scene: str
+) -> None:
+    """At the same step, with the right rows on the rank that is wrong; later steps are proved."""
+    for outcome in outcomes(f"one_is_wrong-{scene}").values():
+        *modes, proved, stopped, took_out = outcome["result"]
+        assert modes == [
+            "PIECEWISE 4 right", "PIECEWISE 2 right", "PIECEWISE 2 right", "PIECEWISE 4 right",
+            "PIECEWISE 8 right", "PIECEWISE 2 right",
+        ]  # fmt: skip
+        assert (proved, stopped) == ("6", "None")
+        assert took_out == "[('graph', ['PIECEWISE 4'])]"

@@ -1,0 +1,242 @@
+"""Faults of engines and kernels, planted in a decoder with a paged cache: bisect names the cause of
+each, and says nothing that is false. Controls, which are right, give no finding."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from piecegraph import Config
+from piecegraph.tools.bisect import Finding, bisect
+
+sys.path.append(str(Path(__file__).parent))
+from faulty_engine import HIDDEN, SCALES, Decoder, Engine, changed_process, from_step
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+
+FALSE = ("earlier step", "padding", "how many rows", "moved", "graphs that read")
+"""What a line may say only where it is true."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`says` must be in the line, and of FALSE only what is in `true` or `says`."""
+
+    what: str
+    says: tuple[str, ...]
+    change: Callable[[Engine, int], None] = lambda engine, step: None
+    model: Callable[..., Any] = lambda model, x: x
+    knobs: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    keeps_padding: tuple[str, ...] = ()
+    true: str = ""
+
+
+def swap_experts(engine: Engine) -> None:
+    first, second = EXPERTS[0], EXPERTS[1]
+    engine.model.experts[:] = [second, first]
+
+
+EXPERTS: list[Any] = []
+
+
+def experts(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    return x + model.experts[0](x)
+
+
+def own_experts(engine: Engine) -> None:
+    EXPERTS[:] = EXPERTS or engine.model.experts
+    engine.model.experts[:] = EXPERTS
+
+
+def counted(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    model.seen.add_(x.new_ones(x.shape[0]).sum())
+    return x + model.seen
+
+
+def total(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    model.seen.copy_(x.abs().sum().reshape(1))
+    return x
+
+
+def strided(engine: Engine, filled: Any, number: int) -> Any:
+    if number >= 3:
+        rows = filled.table.clone()
+        filled.table = engine.table.as_strided(rows.shape, (1, len(rows))).copy_(rows)
+    return filled
+
+
+def double_buffered(engine: Engine, filled: Any, number: int) -> Any:
+    if number % 2:
+        filled.slots = filled.slots.clone()
+    return filled
+
+
+def other_dtype(engine: Engine, filled: Any, number: int) -> Any:
+    if number >= 3:
+        filled.lens = filled.lens.view(torch.int32)[::2]
+    return filled
+
+
+def set_scale(value: float) -> Callable[[Engine], None]:
+    return lambda engine: SCALES.__setitem__(0, value)
+
+
+def set_environment(value: str) -> Callable[[Engine], None]:
+    return lambda engine: os.environ.__setitem__("PLANTED_GAIN", value)
+
+
+def closed_over() -> tuple[Callable[..., Any], Callable[[float], Callable[[Engine], None]]]:
+    gain = 1.0
+
+    def model(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+        return x * gain
+
+    def setting(value: float) -> Callable[[Engine], None]:
+        def change(engine: Engine) -> None:
+            nonlocal gain
+            gain = value
+
+        return change
+
+    return model, setting
+
+
+def exchange(engine: Engine) -> None:
+    engine.layers["l0"].kv, engine.layers["l1"].kv = engine.kv(1), engine.kv(0)
+
+
+def in_order(engine: Engine) -> None:
+    engine.layers["l0"].kv, engine.layers["l1"].kv = engine.kv(0), engine.kv(1)
+
+
+def elsewhere(engine: Engine) -> None:
+    if engine.number == 3:
+        engine.kv(2).copy_(engine.kv(0))
+    engine.layers["l0"].kv = engine.kv(2)
+
+
+def replace_rope(engine: Engine) -> None:
+    engine.model.cos = engine.model.cos.clone() if engine.number == 3 else engine.model.cos
+
+
+def assign_weight(value: torch.Tensor) -> Callable[[Engine], None]:
+    def assign(engine: Engine) -> None:
+        engine.model.down.weight.data = value
+
+    return assign
+
+
+WEIGHTS = torch.rand(2, HIDDEN, HIDDEN)
+
+
+def patch_silu(value: Any) -> Callable[[Engine], None]:
+    return lambda engine: setattr(functional, "silu", value)
+
+
+SILU = functional.silu
+CLOSED, CLOSE = closed_over()
+ROWS = "it depends on how many rows there are"
+MIXED = "its real rows depend on what padding holds"
+FAULTS = [
+    Fault("metadata strides flipped at one address", ("metadata.table has another form",),
+          knobs={"metadata": strided}, true="graphs that read"),
+    Fault("double-buffered slots", ("metadata.slots moved",), knobs={"metadata": double_buffered},
+          true="graphs that read"),
+    Fault("metadata dtype flipped in place", ("metadata.lens has another form",),
+          knobs={"metadata": other_dtype}, true="graphs that read"),
+    Fault("an op scales by all rows", ("operator=engine::attend", MIXED), knobs={"scale": True}),
+    Fault("a fast path of the model is wrong",
+          ("operator=engine::attend", "the model itself", ROWS), knobs={"attend_wrong_at": 2}),
+    Fault("a workspace that is never zeroed", ("stage=eager", "operator=engine::attend"),
+          knobs={"workspace": True}),
+    Fault("a kernel wrong at a captured size", ("operator=engine::norm", "piece=0", ROWS),
+          knobs={"norm_wrong_at": 8}),
+    Fault("a counter counts padding", ("piece=2", "writes seen otherwise", "aten::sum"),
+          model=counted, true=ROWS),
+    Fault("a LoRA scale in a list", ("stage=traced graph", "was 1.0 at the trace and is 2.0"),
+          from_step(3, set_scale(2.0), set_scale(1.0)), lambda model, x: x * SCALES[0]),
+    Fault("experts are swapped in a list", ("experts[0]", "call refresh() to follow it"),
+          from_step(3, swap_experts, own_experts), experts, true="moved"),
+    Fault("weight.data is assigned", ("down.weight moved", "call refresh() to follow it"),
+          from_step(3, assign_weight(WEIGHTS[0]), assign_weight(WEIGHTS[1]))),
+    Fault("caches of two layers exchanged", ("stage=FULL", "layers['l0'].kv"),
+          from_step(3, exchange, in_order), true="moved graphs that read"),
+    Fault("a cache view at another offset", ("stage=FULL", "layers['l0'].kv"),
+          from_step(3, elsewhere, in_order), true="moved graphs that read"),
+    Fault("the rope table is replaced", ("cos moved",), from_step(3, replace_rope)),
+    Fault("F.silu is patched", ("silu",),
+          from_step(3, patch_silu(SILU), patch_silu(functional.gelu))),
+    Fault("a closure cell changes", ("stage=traced graph", "__closure__[0].cell_contents"),
+          from_step(3, CLOSE(2.0), CLOSE(1.0)), CLOSED),
+    Fault("an environment variable changes", ("stage=traced graph", "PLANTED_GAIN"),
+          from_step(3, set_environment("2"), set_environment("1")),
+          lambda model, x: x * float(os.environ.get("PLANTED_GAIN", "1"))),
+    Fault("ids are padded with -1", ("steps.padding of input `ids`",),
+          settings={"steps": {"padding": {"ids": -1}}}, true="padding"),
+    Fault("the plain model raises", ("stage=eager", "step=3", "the model itself raised"),
+          from_step(3, lambda engine: torch.set_default_dtype(torch.float64),
+                    lambda engine: torch.set_default_dtype(torch.float32)),
+          lambda model, x: torch.mm(x, torch.eye(HIDDEN))),
+    # planted after the search was written
+    Fault("a sum in a buffer has padding", ("writes seen otherwise", "aten::sum"), model=total,
+          true=f"{MIXED} {ROWS}"),
+    Fault("padding keeps the slots of a larger step", ("earlier step is left there",),
+          keeps_padding=("slots",), true="padding"),
+    Fault("an op reads how many real tokens there are", ("num_tokens",),
+          knobs={"counts_rows": True}),
+]  # fmt: skip
+QUICK = (
+    "a counter counts padding", "the plain model raises", "a workspace that is never zeroed",
+    "padding keeps the slots of a larger step", "a fast path of the model is wrong",
+)  # fmt: skip
+"""Faults of every run of the tests."""
+CONTROLS = [
+    Fault("the engine", ()),
+    Fault("close choices and sorts", (), model=lambda model, x: x.sort(-1).values.cumsum(-1)),
+    Fault("padding keeps the lengths of a larger step", (), keeps_padding=("lens",)),
+    Fault("a buffer that real rows alone write", (),
+          model=lambda model, x: x + model.seen.clone()),
+]  # fmt: skip
+
+
+def find(fault: Fault, monkeypatch: pytest.MonkeyPatch, compiler: str = "eager") -> Finding | None:
+    # `prepare` never pads a model that mixes rows; these are to be padded
+    monkeypatch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
+    config = Config(
+        splitting_ops=("engine::attend",),
+        inputs={"ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
+        max_num_tokens=16, max_num_reqs=16, capture_sizes=(4, 8), compiler=compiler,
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, cache=False, **fault.settings,
+    )  # fmt: skip
+    EXPERTS.clear()
+    with changed_process(**fault.knobs):
+        engine = Engine(Decoder(fault.model), fault.change, fault.keeps_padding)
+        return bisect(engine.case(config))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(f, id=f.what, marks=[pytest.mark.heavy] * (f.what not in QUICK)) for f in FAULTS],
+)
+def test_a_fault_of_an_engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = find(fault, monkeypatch)
+    assert finding is not None
+    line = finding.line()
+    assert all(text in line for text in fault.says), line
+    rest = line.replace("padded to", "")
+    allowed = f"{fault.true} {' '.join(fault.says)}"
+    assert not [text for text in FALSE if text in rest and text not in allowed], line
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda fault: fault.what)
+def test_an_engine_that_is_right(control: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find(control, monkeypatch) is None
