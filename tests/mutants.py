@@ -237,7 +237,7 @@ MUTANTS = [
     (CODE, "if num_tokens in self._ran", "if self._ran", f"{TOLD} -k splitting_op"),
     (BREAKS, "checked_link(compiled, _record_hooks)", "compiled.link(_record_hooks)",
      f"{TOLD} -k splitting_op"),
-    ("runtime/parts/proof/row_mixing.py", "isinstance(fn, WithoutBreaks) else CheckedOps", "True",
+    ("runtime/parts/proof/row_mixing.py", "else CheckedOps", "else nullcontext",
      f"{TOLD} -k in_a_piece"),
     (QUEUED, "            self._end_watch()\n            raise", "            raise",
      f"{DELAYED} -k disturb_a_start"),
