@@ -1,21 +1,19 @@
-"""What Python objects hold: their attributes, and the items of lists and dicts among these."""
+"""What Python objects hold: their attributes, and what lists, dicts and dataclasses among these
+hold. Other objects have state of their own, such as a kernel that was built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import FunctionType, ModuleType
+from dataclasses import is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_NOT_LOOKED_INTO = (Tensor, nn.Module, type, ModuleType, FunctionType)
 _LONG = 1000
 """Items of a container that is not looked into."""
 
 
 class HeldValues:
-    """What the objects of `roots`, by name, and those up to `depth` below hold now."""
+    """What the objects of `roots`, by name, and containers up to `depth` below hold now."""
 
     def __init__(self, roots: Mapping[str, Any], depth: int = 1) -> None:
         seen = set[int]()
@@ -56,7 +54,7 @@ def _holders(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
     yield path, holder
     items = list(holder.items() if isinstance(holder, dict) else enumerate(holder))
     for name, item in items if depth else ():
-        if not isinstance(item, _NOT_LOOKED_INTO):
+        if isinstance(item, dict | list) or is_dataclass(item):
             yield from _holders(f"{path}.{name}", item, depth - 1, seen)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, PreparedModel, StepObserver, prepare
-from piecegraph.errors import InvalidArgument, NotCopyable, ReturnsWeight
+from piecegraph.errors import BatchInvalid, InvalidArgument, NotCopyable, ReturnsWeight
 
 from .conftest import HIDDEN, LiveServed
 
@@ -42,6 +42,11 @@ def test_what_is_passed_is_checked_when_it_is_passed(
         with pytest.raises(InvalidArgument, match=words):
             call(served.prepared, torch.rand(3, HIDDEN))
     assert served.step(1, 1, 1)
+
+
+def test_counts_that_are_tensors_are_refused_when_the_batch_is_made() -> None:
+    with pytest.raises(BatchInvalid, match=r"num_reqs is tensor\(3\)"):
+        Batch(3, torch.tensor(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
