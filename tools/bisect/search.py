@@ -27,6 +27,7 @@ from .stages import (
     COMPILER,
     EAGER,
     FULL,
+    PARTITIONS,
     PIECEWISE,
     STRATEGIES,
     TRACED,
@@ -214,7 +215,7 @@ class _Search:
                 "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
             finding = replace(finding, note=f"inside the FULL graph{right}")
-        if finding.note or not case.config.compile:
+        if finding.note or not case.config.compile or (plan.cut_at and stage.name != PARTITIONS):
             return _caused(finding, find_operation, case, stage, failure.index, self.state)
         try:
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
