@@ -16,6 +16,7 @@ from .compile.ir.config import (
     Codegen,
     CompileConfig,
     InputSpec,
+    Partition,
     Tracing,
     named_object,
     shown,
@@ -310,9 +311,17 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_compiler(self) -> Self:
-        """Named passes exist."""
+        """Named passes exist, and only Inductor's Python code can be partitioned."""
         if self.codegen.passes:
             _enabled_passes(self)
+        partition, cpp = self.codegen.partition, self.codegen.inductor_options.get("cpp_wrapper")
+        if partition is Partition.INDUCTOR and (self.compiler != "inductor" or cpp):
+            raise InvalidSetting(
+                name="codegen.partition",
+                value=partition.value,
+                reason=f"{'cpp_wrapper' if cpp else self.compiler} cannot partition code",
+                expected="'graph', or compiler='inductor' without the option cpp_wrapper",
+            )
         return self
 
     @field_serializer("splitting_ops", when_used="json")
@@ -339,6 +348,7 @@ def compile_config(config: Config) -> CompileConfig:
         splitting_functions=tuple(
             _splitting_function(rule) for rule in config.splitting_ops if rule not in ops
         ),
+        partition=codegen.partition,
         dedupe=codegen.passes.get("dedupe", True),
         ranges=codegen.ranges,
         sizes=codegen.sizes,

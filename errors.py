@@ -278,6 +278,11 @@ class ContextSplit(CompileError):
     todo = "End the context before the op, or enter it inside the op."
 
 
+class NotPartitioned(CompileError):
+    what = "Inductor cannot partition its code at the splitting ops: {reason}"
+    todo = "Set codegen={{'partition': 'graph'}}, which splits the graph before it is compiled."
+
+
 class UnknownSplittingOp(CompileError):
     what = "splitting op {name!r} does not occur in the traced graph"
     todo = "The graph contains these custom ops: {known}."

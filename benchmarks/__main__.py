@@ -29,7 +29,17 @@ from piecegraph.tools.report.sections import ReportSection, as_terminal
 from piecegraph.tools.serve.options import RunOptions, choice
 from piecegraph.tools.serve.requests import read_requests, requests_of
 
-from . import dispatch, engine, prepare, scaling, serving, step, step_parts, strategies
+from . import (
+    dispatch,
+    engine,
+    partitions,
+    prepare,
+    scaling,
+    serving,
+    step,
+    step_parts,
+    strategies,
+)
 from .compare import SCHEMA, compare, comparison_section, summary_section, summed_up
 from .load import RAMPS, Arrivals, parse_objectives, summary, synthetic_rows
 from .ratios import ratios_section
@@ -73,6 +83,7 @@ def _comparison(name: str, benchmark: ModuleType, help: str) -> None:
 
 _comparison("dispatch", dispatch, "What a decision costs.")
 _comparison("strategies", strategies, "What capturing early or late costs.")
+_comparison("partitions", partitions, "Inductor's code split, beside the graph split.")
 _comparison("scaling", scaling, "What workers save of a cold start at level 3.")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from ..errors import LibraryUnusable
 from ..torch_compat.compiling.piece_data import NotData
@@ -31,6 +32,7 @@ from .conditions.values import Undescribable
 from .guards.prover import Ranges
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
+from .ir.config import Partition
 from .ir.locations import first_line
 from .plan.split_model import SplitModel, conditions_of, plan_of, split_model
 
@@ -38,9 +40,12 @@ from .plan.split_model import SplitModel, conditions_of, plan_of, split_model
 def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    Also False if the trace must not be cached; an event then gives the reason, and the bundle is
-    unchanged.
+    Also False if the trace must not be cached, or if code is partitioned, which a library cannot
+    be; an event then gives the reason, and the bundle is unchanged.
     """
+    if request.config.partition is Partition.INDUCTOR:
+        _record_failure(request, "a library cannot be partitioned at the splitting ops")
+        return False
     try:
         key = trace_key(request.model, request.config, request.device, request.examples)
     except Undescribable as error:
@@ -120,9 +125,12 @@ def _reporting_failures(request: CompileRequest, job: Job) -> Iterator[None]:
             yield
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        request.records.failed_libraries.append(reason)
-        facts = {"piece": job.unique.index, "reason": reason}
-        request.events.emit("compile.library_failed", level=logging.WARNING, **facts)
+        _record_failure(request, reason, piece=job.unique.index)
+
+
+def _record_failure(request: CompileRequest, reason: str, **facts: Any) -> None:
+    request.records.failed_libraries.append(reason)
+    request.events.emit("compile.library_failed", level=logging.WARNING, **facts, reason=reason)
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:

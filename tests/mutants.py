@@ -50,9 +50,35 @@ FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
 PROOF = "runtime/parts/proof/part.py"
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
+PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_partitions.py"
+CUT_LIVE = f"{LIVE}/test_partitions.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
+    (PARTITION, '"force_pointwise_cat": True', '"force_pointwise_cat": False',
+     f"{CUT} -k parts_of"),
+    (PARTITION, '"reorder_for_locality": False', '"reorder_for_locality": True',
+     f"{CUT} -k elementwise"),
+    (PARTITION, "if calls != expected:", "if False:", f"{CUT} -k refused"),
+    (PARTITION, "scheduler.nodes = calls_together(scheduler.nodes)", "pass",
+     f"{CUT} -k elementwise"),
+    (PARTITION, "if isinstance(node.node, ir.MultiOutput)", "if False", f"{CUT} -k elementwise"),
+    (PARTITION, "hook(partial(_on_a_copy, each))", "hook(each)", f"{CUT_LIVE} -k decoder"),
+    ("compile/pieces/contexts.py", "if AUTOCAST in node.meta:", "if False:", f"{CUT} -k autocast"),
+    ("compile/pieces/contexts.py", "bool(splits(node))", "True", f"{CUT} -k refused"),
+    ("compile/pieces/fingerprint.py", '"called op" if', '"op" if', f"{CUT} -k digest"),
+    ("config.py", '(self.compiler != "inductor" or cpp)', "False", f"{CUT} -k only"),
+    ("runtime/setup/switches.py", 'settings |= SWITCHES["inductor"]',
+     'settings["compiler"] = "eager"', f"{CUT} -k only"),
+    ("compile/guards/numerics_check.py",
+     "calls[op] = calls[op.overloadpacket] = partial(without_step, op)", "pass",
+     "tests/compile/test_numerics_check.py"),
+    ("compile/ahead.py", "if request.config.partition is Partition.INDUCTOR:", "if False:",
+     f"{CUT_LIVE} -k library"),
+    ("runtime/parts/proof/row_mixing.py", "if storage_id(tensor) not in given:", "if False:",
+     f"{CUT_LIVE} -k mix"),
+    ("runtime/parts/proof/row_mixing.py", "with without_modes():", "if True:",
+     f"{CUT_LIVE} -k decoder"),
     (QUEUED, "if rewrite is None and not any(others):", "if True:", f"{DELAYED} -k failure_37"),
     (QUEUED, "not _same_bits(*pair) for", "False for", f"{DELAYED} -k failure_37"),
     (QUEUED, "late = _non_blocking(func, args, kwargs)", "late = False",

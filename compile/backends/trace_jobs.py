@@ -22,6 +22,7 @@ from ...errors import PieceFailed, PiecegraphError
 from ...events import Events
 from ...torch_compat.basics.devices import runs_triton
 from ...torch_compat.basics.symbolic import Located
+from ...torch_compat.compiling.partition import partition_options
 from ..guards.numerics_check import numeric_difference
 from ..ir.compilation import Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.locations import first_line
@@ -77,9 +78,10 @@ class TraceJobs:
 
         A worker added the guards `added`. Raises GuardUnproved.
         """
+        cut_at = self.split.config.code.cut_at
 
         def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
-            return numeric_difference(load(), self.graph(job), sizes)
+            return numeric_difference(load(), self.graph(job), sizes, cut_at)
 
         guards = self.split.guards_of(job.unique)
         return guards.prove_new(f"piece {job.unique.index}", run=run, added=added)
@@ -130,10 +132,12 @@ def compiler_options(
 
 
 def plain_options(split: SplitModel, job: Job, device: torch.device) -> dict[str, Any]:
-    """Inductor's options for a job: autotuning for one size at level 3, and the user's."""
+    """Inductor's options for a job: autotuning for one size at level 3, the user's, and where it
+    partitions its code."""
     tunes = split.config.code.autotune and runs_triton(device)
     tuned = {"max_autotune": True} if tunes and job.size is not None else {}
-    return {**tuned, **split.config.code.inductor_options}
+    code = split.config.code
+    return {**tuned, **code.inductor_options, **partition_options(code.cut_at)}
 
 
 def _obstacle(job: Job, blobs: Blobs, proved: bool) -> str | None:

@@ -27,6 +27,7 @@ from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
 from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
 from ...torch_compat.basics.tensors import subclass_parts
+from ...torch_compat.compiling.partition import partition_options, partitioned
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
 from ...torch_compat.repairs.inductor_fixes import REPAIRS
 from ..conditions.code import code_parts, fingerprint
@@ -94,7 +95,7 @@ def machine_key(config: CodeConfig, device: torch.device) -> Key:
             "platform": f"{sys.platform} {platform.machine()}",
             "toolchain": toolchain(),
             "versions": versions(config.compiler),
-            "repairs": [fingerprint(each) for each in REPAIRS],
+            "repairs": [fingerprint(each) for each in (*REPAIRS, partition_options, partitioned)],
             "torch_state": torch_state(),
             "environment": environment_factors(),
         },

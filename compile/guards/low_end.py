@@ -3,7 +3,7 @@
 Mamba models, for example, ask whether there is more than one token. Padding a smaller batch up to
 the first size at which the guard holds is right only if the model computes the same for its real
 rows there. So the model itself is run at sizes below the low end and at the low end, and the real
-rows are compared. Splitting ops need a running step: in both runs they return and write zeros.
+rows are compared. Splitting ops need a running step: in both runs they return and write a constant.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.fx import Graph
 
 from ...torch_compat.basics.ops import overload_of
-from ...torch_compat.basics.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
-from ..ir.ops import op_names, tensors_in, written_by
+from ..ir.ops import op_names
 from ..trace.dynamo import Trace
 from ..trace.examples import Dims, Examples
 from ..trace.mutations import written_placeholders
 from ..trace.splitting import is_splitting
+from .numerics_check import without_step
 from .tolerance import excess
 
 
@@ -88,13 +89,13 @@ def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]
     """The leaves of the model's result; its buffers and arguments stay as they are."""
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = examples.with_tensors(lambda tensor, _: tensor.clone()).call_arguments()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Zeroed(ops):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutOps(ops):
         result = torch.func.functional_call(model, copies, args, kwargs)
     return tree_leaves(result)
 
 
-class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces splitting ops: what they return and write is zero."""
+class _WithoutOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces splitting ops by `without_step`."""
 
     def __init__(self, ops: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,24 +103,8 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
-        if func not in self._ops:
-            return func(*args, **keywords)
-        for tensor in written_by(func, args, keywords):
-            tensor.zero_()
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = tree_map(
-                lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value,
-                (args, keywords),
-            )
-            result = func(*fakes[0], **fakes[1])
-        devices = [tensor.device for tensor in tensors_in((args, keywords))]
-        return tree_map(lambda value: _zeros(value, devices), result)
-
-
-def _zeros(value: Any, devices: list[torch.device]) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros(value.shape, dtype=value.dtype, device=devices[0] if devices else None)
+        replaced = func in self._ops
+        return without_step(func, *args, **keywords) if replaced else func(*args, **keywords)
 
 
 def _cut(small: Any, padded: Any) -> Any:

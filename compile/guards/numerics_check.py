@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
+from ...torch_compat.basics.tensors import FakeTensorMode, tree_map_only
 from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.compilation import PieceFn
-from ..ir.ops import ALLOCATIONS
+from ..ir.ops import ALLOCATIONS, resolve_op, tensors_in, written_by
 from ..pieces.piece import HANDLE
 from ..trace.symbols import Sizes, input_at
 from .tolerance import excess
 
 
-def numeric_difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
+def numeric_difference(
+    fn: PieceFn, graph: GraphModule, sizes: Sizes, cut_at: Sequence[str] = ()
+) -> str | None:
     """How the results of `fn` differ from those of `graph` at `sizes`; None if they are equal.
 
     Floating-point inputs are small random numbers. All others are zero, since an index of zero is
     in range for any table. Memory that the piece allocates and does not write, for a splitting op
-    to fill, is not compared: there the graph gives what the allocation was filled with.
+    to fill, is not compared: there the graph gives what the allocation was filled with. The
+    splitting ops `cut_at` inside are replaced by `without_step`.
     """
+    calls = dict[Any, Any]()
+    for op in map(resolve_op, cut_at):
+        assert isinstance(op, OpOverload)
+        calls[op] = calls[op.overloadpacket] = partial(without_step, op)
+    with ops_through(calls):
+        return _difference(fn, graph, sizes)
+
+
+def without_step(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """What stands for a call of a splitting op, which may need a running step: where it writes and
+    what it returns is 0.5, or zero if that is no floating-point tensor."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        result = CALL_OP(op, *fakes[0], **fakes[1])
+    device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+    made = tree_map_only(
+        torch.Tensor, lambda each: torch.empty_strided(
+            each.shape, each.stride(), dtype=each.dtype, device=device
+        ), result,
+    )  # fmt: skip
+    for tensor in (*written_by(op, args, kwargs), *tensors_in(made)):
+        tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+    return made
+
+
+def _difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
     inputs = concrete_inputs(graph, sizes)
 
     def run(fill: int = 0) -> list[Any]:

@@ -42,6 +42,14 @@ class GuardPolicy(StrEnum):
     DROP = "drop"
 
 
+class Partition(StrEnum):
+    """What is split at the splitting ops: the graph, before its pieces are compiled, or the code
+    that Inductor generates from the whole graph."""
+
+    GRAPH = "graph"
+    INDUCTOR = "inductor"
+
+
 class InputSpec(BaseModel):
     """One tensor input: dtype name and shape, each dimension a size or a symbol's name."""
 
@@ -121,6 +129,11 @@ class Codegen(Settings):
     sizes: tuple[int, ...] = ()
     """Token counts that get their own static code; `level=3` autotunes it on a GPU."""
 
+    partition: Partition = Partition.GRAPH
+    """What is split at the splitting ops: the traced graph, of which each unique piece is compiled
+    once (`"graph"`), or the code that Inductor generates from the whole graph (`"inductor"`), which
+    shares values across splitting ops and takes longer to compile; see docs/partitions.md."""
+
     inductor_options: dict[str, Any] = Field(default_factory=dict)
     """Inductor options by name, as in `torch._inductor.config`."""
 
@@ -165,6 +178,8 @@ class CodeConfig:
     compiler: str = "inductor"
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
+    cut_at: tuple[str, ...] = ()
+    """The ops at which Inductor partitions its code, once they are known."""
     autotune: bool = False
     """Whether code for `sizes` is autotuned, on a device that supports it."""
 
@@ -185,6 +200,7 @@ class CompileConfig:
     splitting_ops: tuple[str, ...] = ()
     """Names, and patterns of names."""
     splitting_functions: tuple[Callable[[Node], bool], ...] = ()
+    partition: Partition = Partition.GRAPH
     dedupe: bool = True
     """Whether equal pieces are compiled once."""
     ranges: tuple[int, ...] = ()

@@ -214,6 +214,8 @@ class Plan(Frozen):
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text."""
     guards: tuple[GuardRecord, ...] = ()
+    cut_at: tuple[str, ...] = ()
+    """Ops at which Inductor partitioned the code of the only piece, which calls them."""
     others: tuple[Plan, ...] = ()
     """Plans for token counts that the steps of this one do not serve, from traces of their own."""
 
@@ -234,6 +236,10 @@ class Plan(Frozen):
     def piece_uses(self) -> list[int]:
         """Unique piece of each piece step, in order of execution."""
         return [step.piece for step in self.steps if isinstance(step, PieceStep)]
+
+    def cuts(self) -> list[str]:
+        """`cut_at` of all traces."""
+        return sorted({op for plan in self.intervals() for op in plan.cut_at})
 
     def calls(self) -> list[CallStep]:
         return [step for step in self.steps if isinstance(step, CallStep)]

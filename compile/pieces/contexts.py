@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from ...errors import ContextSplit
+from ...errors import ContextSplit, NotPartitioned
+from ...torch_compat.basics.ops import is_op, overload_of
 from ...torch_compat.tracing.dynamo import enter_autocast, exit_autocast, is_gradient_switch
 from ..ir.locations import node_location
 from ..ir.ops import ALLOCATIONS
@@ -31,6 +32,27 @@ def resolve_contexts(graph: Graph, splits: Predicate) -> None:
             graph.erase_node(node)
     for leave in list(graph.find_nodes(op="call_function", target=exit_autocast)):
         _divide(graph, leave, splits)  # inner regions end before outer ones
+
+
+def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
+    """The overloads at whose calls Inductor partitions the code of a whole graph.
+
+    Raises NotPartitioned for an op that is split at in some of its calls only, or called under
+    autocast, which the generated code does not enter.
+    """
+    chosen: dict[str, set[bool]] = {}
+    for node in graph.nodes:
+        if is_op(node.target):
+            name = overload_of(node.target).name()
+            chosen.setdefault(name, set()).add(bool(splits(node)))
+            if AUTOCAST in node.meta:
+                raise NotPartitioned(
+                    where=node_location(node), reason=f"{name} is called under autocast"
+                )
+    for name, choices in chosen.items():
+        if len(choices) > 1:
+            raise NotPartitioned(reason=f"splitting_ops selects some calls of {name} only")
+    return tuple(sorted(name for name, (splitting,) in chosen.items() if splitting))
 
 
 def check_contexts(outputs: Sequence[Node]) -> None:

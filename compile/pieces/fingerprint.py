@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
@@ -22,11 +22,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...torch_compat.basics.frames import is_torch_file
-from ...torch_compat.basics.ops import is_op, triton_call
+from ...torch_compat.basics.ops import is_op, overload_of, triton_call
 from ...torch_compat.basics.symbolic import expression_of
 from ...torch_compat.basics.tensors import storage_id, subclass_parts
 from ..conditions.code import fingerprint as source_fingerprint
-from ..conditions.custom_ops import op_parts
 from ..conditions.kinds import KINDS
 from ..conditions.torch_functions import TENSOR, names_read
 from ..conditions.values import (
@@ -42,18 +41,18 @@ from ..ir.ops import is_custom
 from ..ir.serialization import encode
 
 
-def fingerprint(graph: Graph, root: torch.nn.Module) -> str:
+def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] = ()) -> str:
     """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
 
-    Raises Undescribable.
+    `cut_at` are ops that generated code calls as they are. Raises Undescribable.
     """
-    return hashlib.sha256(canonical_text(graph, root).encode()).hexdigest()
+    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
 
 
-def canonical_text(graph: Graph, root: torch.nn.Module) -> str:
+def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] = ()) -> str:
     """The text that is hashed; comparing two texts shows how pieces differ."""
     writer = _Writer(root)
-    lines = [writer.line(node) for node in graph.nodes] + writer.schemas()
+    lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
     for space, names in names_read(graph.nodes).items():  # a program may have replaced some
         held = torch.Tensor if space == TENSOR else sys.modules[space]
         lines.append(f"{space} = {KINDS['added'].observe(held, names)}")
@@ -82,9 +81,16 @@ class _Writer:
         ]
         return f"%{self._numbers[node]} " + " | ".join(parts)
 
-    def schemas(self) -> list[str]:
-        """Schema and source of each custom op, which generated code may inline."""
-        return [f"{name} = {op_source(op)}" for name, op in sorted(self._ops.items())]
+    def schemas(self, cut_at: Collection[str]) -> list[str]:
+        """Digest of schema and source of each custom op, which generated code may inline; of an op
+        that it only calls, of schema and fake implementation."""
+        lines = []
+        for name, op in sorted(self._ops.items()):
+            kind = KINDS["called op" if overload_of(op).name() in cut_at else "op"]
+            parts: Any = kind.observe(op, None)
+            digest = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
+            lines.append(f"{name} = {digest}")
+        return lines
 
     def _target(self, node: Node) -> str:
         if node.op == "get_attr":
@@ -199,8 +205,3 @@ def tensor_class(cls: type) -> str:
     raise Undescribable(
         class_name(cls), "is a class of tensors, and no part of an installed package"
     )
-
-
-def op_source(op: Any) -> str:
-    """Digest of `op_parts`."""
-    return hashlib.sha256(repr(sorted(op_parts(op).items())).encode()).hexdigest()

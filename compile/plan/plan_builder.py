@@ -121,6 +121,7 @@ class PlanBuilder:
             parameters=tuple(self._trace.examples.signature.parameters),
             shapes=self._shapes,
             guards=tuple(records),
+            cut_at=self._config.code.cut_at,
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:

@@ -13,10 +13,10 @@ from ..conditions.conditions import Conditions
 from ..conditions.values import Undescribable
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
-from ..ir.config import TOKENS, CompileConfig, DynamicShapes
+from ..ir.config import TOKENS, CompileConfig, DynamicShapes, Partition
 from ..ir.locations import graph_source
 from ..ir.plan import CompiledRange, Plan
-from ..pieces.contexts import check_contexts, resolve_contexts
+from ..pieces.contexts import check_contexts, partition_ops, resolve_contexts
 from ..pieces.fingerprint import fingerprint
 from ..pieces.piece import Piece, is_size, lift, may_be_handle
 from ..pieces.split import split
@@ -98,9 +98,12 @@ def _split_trace(guarded: GuardedTrace, events: Events) -> SplitModel:
     traced, config = guarded.trace, guarded.config
     trace_artifact("graph", lambda: graph_source(traced.graph))
     with events.span("split", level=logging.INFO):
-        planner = PlanBuilder(traced, config)
         splits = is_splitting(traced.graph.graph, config)
         resolve_contexts(traced.graph.graph, splits)
+        if config.partition is Partition.INDUCTOR:
+            cut_at, splits = partition_ops(traced.graph.graph, splits), lambda node: False
+            config = replace(config, code=replace(config.code, cut_at=cut_at))
+        planner = PlanBuilder(traced, config)
         unique = _unique_pieces(traced, config, splits, planner, events)
     return SplitModel(traced, planner, unique, guarded.guards, config)
 
@@ -130,7 +133,7 @@ def _unique_pieces(
         check_contexts(piece.outputs)
         obstacle = None
         try:
-            digest = fingerprint(piece.graph, traced.graph)
+            digest = fingerprint(piece.graph, traced.graph, config.code.cut_at)
         except Undescribable as error:
             digest, obstacle = secrets.token_hex(32), f"piece {len(unique)}: {error}"
         if not config.dedupe:

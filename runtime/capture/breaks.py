@@ -22,6 +22,7 @@ from ...compile.plan.result_forms import checked_link
 from ...errors import HostCopyInCapture, HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
+from ...torch_compat.compiling.partition import partitions_through
 from ...torch_compat.compiling.regions import regions_through
 from .recorder import ACTIVE
 
@@ -34,6 +35,9 @@ class StandIn(Protocol):
     """Stands in for breaks, in runs of a model without them."""
 
     def call(self, name: str, fake: Fn, args: Any, kwargs: Any) -> Any: ...
+
+    def run_piece(self, fn: Fn, args: Any) -> Any:
+        """Run compiled code, which no dispatch mode sees as a whole."""
 
 
 WITHOUT_BREAKS: ContextVar[StandIn | None] = ContextVar("without_breaks", default=None)
@@ -102,7 +106,8 @@ def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
     def piece(*args: Any) -> R:
         recorder = ACTIVE.get()
         if recorder is None:
-            return fn(*args)
+            stand_in = WITHOUT_BREAKS.get()
+            return fn(*args) if stand_in is None else stand_in.run_piece(fn, args)
         try:
             result: R = recorder.piece(fn, args)
         except (HostReadInCapture, HostCopyInCapture) as error:
@@ -123,18 +128,22 @@ def _record_hooks(plan: Plan) -> tuple[Hook, Hook]:
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
     """The function to record: from the plan's input tensors to its results.
 
-    Of a model that is not traced, each code of a region that it compiles is one operation.
+    Of a model that is not traced, each code of a region that it compiles is one operation. Code
+    that Inductor partitioned calls splitting ops itself: each partition is one.
     """
-    if compiled.traced:
+    cuts = compiled.plan.cuts()
+    if compiled.traced and not cuts:
         return checked_link(compiled, _record_hooks)
+    text = "\n".join(each.text for plan in compiled.plan.intervals() for each in plan.pieces)
+    through = partitions_through if cuts else regions_through
     forward, calls = compiled.link(), dict[Any, Fn]()
-    for op in map(resolve_op, splitting_ops):
+    for op in map(resolve_op, cuts or splitting_ops):
         assert isinstance(op, OpOverload)
         break_at = _breaking(partial(CALL_OP, op), fake=partial(CALL_OP, op), name=str(op))
         calls[op] = calls[op.overloadpacket] = break_at
 
     def breaking(*inputs: Any) -> Any:
-        with ops_through(calls), regions_through(opaque_piece):
+        with ops_through(calls), through(partial(opaque_piece, text=text)):
             return forward(*inputs)
 
     return breaking

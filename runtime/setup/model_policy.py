@@ -73,7 +73,8 @@ class ModelPolicy:
         sentinels = {name: each.value for name, each in padding.items() if each.is_sentinel}
         with preserve_rng_state(), torch.no_grad():
             ops = named_ops(self.config.splitting_ops)
-            forward = None if compiled.traced else recordable(compiled, ops)
+            split = compiled.traced and not compiled.plan.cuts()
+            forward = None if split else recordable(compiled, ops)
             pieces = [
                 mixed
                 for trace in compiled.traces()

@@ -17,7 +17,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
     "compile": {"compile": False},
     "graphs": {"graph_mode": "NONE"},
-    "inductor": {"compiler": "eager"},
+    "inductor": {"compiler": "eager", "codegen.partition": "graph"},
     "cache": {"cache": False},
     "verification": {"cache.verify_bundle": "off"},
     "dedupe": {"codegen.passes.dedupe": False},
@@ -64,5 +64,5 @@ def resolve_config(config: Config) -> Config:
     if (folder := read(DUMP_DIR)) and config.codegen.dump_dir is None:
         settings["codegen.dump_dir"] = Path(folder)
     if config.level == 0 and "compiler" not in config.model_fields_set:
-        settings["compiler"] = "eager"
+        settings |= SWITCHES["inductor"]
     return config.changed(**settings) if settings else config

@@ -65,3 +65,21 @@ def test_a_handle_of_the_model_has_its_own_value():
     values = piece.generated_inputs(piece.sizes(config, 3))
     whole = {str(each.tolist()) for each in values if getattr(each, "dtype", None) is torch.int64}
     assert whole == {"7", "[0, 0]"}
+
+
+def test_a_splitting_op_inside_is_not_run(monkeypatch):
+    """It may need a running step; a constant stands for what it returns."""
+    from . import ops
+
+    monkeypatch.setattr(ops, "_mix", None)
+    fresh = torch.ops.piecegraph_test.fresh
+    made = symbolic_trace(lambda x: (fresh(x.sin(), "a") * x,))
+    (node,) = made.graph.find_nodes(op="placeholder")
+    node.meta["example_value"] = torch.empty(4, 3)
+    cut_at = ("piecegraph_test::fresh",)
+    for added, wrong in ((0.0, False), (1.0, True)):
+
+        def code(args, added=added):
+            return [fresh.default(args[0], "a") * (args[0] + added)]
+
+        assert (numeric_difference(code, made, {}, cut_at) is not None) is wrong

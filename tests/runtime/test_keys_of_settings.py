@@ -52,6 +52,7 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "tracing.guards": ("check", TRACE),
     "codegen.ranges": ((16,), TRACE),
     "codegen.sizes": ((4,), TRACE),
+    "codegen.partition": ("inductor", TRACE),
     "codegen.inductor_options": ({"max_autotune": True}, BOTH),
     "codegen.passes": ({"own": other_pass}, BOTH),
     "codegen.dump_dir": (Path("/elsewhere"), NONE),

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 from torch._inductor import decomposition, lowering
+from torch._inductor.virtualized import V
 
 from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
@@ -215,6 +216,16 @@ def wrong_only_when_loaded(site: Site) -> BisectCase:
     return site.case()
 
 
+def wrong_in_the_whole_graph(site: Site) -> BisectCase:
+    def whole(right: Any, x: Any) -> Any:
+        nodes = V.graph.graph.nodes
+        cut = any("attention" in str(node.target) for node in nodes)
+        return lowering.add(right(x), 1) if cut else right(x)
+
+    site.lower(ATEN.relu.default, whole)
+    return site.case(codegen={"partition": "inductor"})
+
+
 def equal_fingerprints(site: Site) -> BisectCase:
     site.patch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
     return site.case(models.Twice())
@@ -389,6 +400,8 @@ FAULTS = [
           says="compiled again it is right: remove its artifact", compiler=True),
     Fault("code is wrong only when loaded", wrong_only_when_loaded, "warm cache", None, 0,
           says="compiled again it is right", compiler=True),
+    Fault("Inductor is wrong in the whole graph only", wrong_in_the_whole_graph, "partitions",
+          None, 0, compiler=True),
     Fault("different pieces have one fingerprint", equal_fingerprints, "dedupe", None, 1),
     Fault("results of a piece are passed on crossed", crossed_results, "traced graph"),
     Fault("a guard that does not hold is dropped",

@@ -103,6 +103,10 @@ def test_a_model_that_is_right_gives_no_finding(case):
         ({"graph_mode": "PIECEWISE"}, ["traced graph", "split", "dedupe", "PIECEWISE"]),
         ({"level": 1, "splitting_ops": ()}, ["traced graph", "FULL"]),
         ({"level": 1}, ["traced graph", "split", "dedupe", "PIECEWISE"]),
+        (
+            {"compiler": "inductor", "codegen": {"partition": "inductor"}, "level": 1},
+            ["traced graph", "split", "dedupe", "compiler", "partitions", "PIECEWISE"],
+        ),
     ],
 )
 def test_a_stage_is_there_only_if_something_is_new_in_it(small_config, settings, names):

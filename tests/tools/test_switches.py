@@ -92,8 +92,8 @@ def flat(settings, prefix=""):
 
 def test_a_switch_changes_nothing_but_its_own_settings(config):
     for name, settings in SWITCHES.items():
-        passes = {"functionalization": False, "dedupe": True}
-        before = config(compiler="inductor", cache=True, codegen={"passes": passes})
+        codegen = {"passes": {"functionalization": False, "dedupe": True}, "partition": "inductor"}
+        before = config(compiler="inductor", cache=True, codegen=codegen)
         stated, changed = flat(before.model_dump()), flat(switched_off(before, [name]).model_dump())
         differing = {k for k, v in changed.items() if v != stated.get(k)}
         assert differing == set(settings)

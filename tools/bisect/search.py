@@ -30,6 +30,7 @@ from .stages import (
     EAGER,
     FULL,
     GRAPHS,
+    PARTITIONS,
     PIECEWISE,
     STRATEGIES,
     TRACED,
@@ -225,7 +226,11 @@ class _Search:
                 "; right with splitting ops between the graphs" if case.config.splitting_ops else ""
             )
             finding = replace(finding, note=f"inside the FULL graph{right}")
-        if not case.config.compile or ran.decision.mode is RuntimeMode.FULL:
+        if (
+            not case.config.compile
+            or ran.decision.mode is RuntimeMode.FULL
+            or (plan.cut_at and stage.name != PARTITIONS)
+        ):
             return finding
         try:
             call = find_call(plan, failure.right, ran, case.tolerance, failure.again)

@@ -7,6 +7,7 @@
 | dedupe        | equal pieces share one                                        |
 | compiler      | pieces compiled, nothing read from a cache                    |
 | warm cache    | pieces loaded from the cache                                  |
+| partitions    | the graph whole, its code partitioned by Inductor             |
 | PIECEWISE     | graphs with splitting ops between them, padded sizes          |
 | FULL          | the mode that was asked for, all graphs captured at startup   |
 | DELAYED, LAZY | the strategy that was asked for: captures between steps       |
@@ -34,7 +35,7 @@ from ...dispatch import LEVEL_MODES, CaptureStrategy
 from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
-COMPILER, WARM = "compiler", "warm cache"
+COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
 STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
 GRAPHS = (PIECEWISE, FULL, *STRATEGIES)
@@ -74,7 +75,8 @@ def _requested_mode(config: Config) -> GraphMode:
 
 def _compiled_stages(config: Config) -> Iterator[Stage]:
     """The stages without graphs."""
-    uncached = {"graph_mode": GraphMode.NONE, "cache": False}
+    split = {"graph_mode": GraphMode.NONE, "codegen.partition": "graph"}
+    uncached = {**split, "cache": False}
     eager = {**uncached, "compiler": "eager"}
     yield Stage(TRACED, {**eager, "splitting_ops": ()})
     if config.splitting_ops:
@@ -84,7 +86,9 @@ def _compiled_stages(config: Config) -> Iterator[Stage]:
     if config.compiler != "eager":
         yield Stage(COMPILER, uncached)
     if config.cache and config.compiler == "inductor":
-        yield Stage(WARM, {"graph_mode": GraphMode.NONE})
+        yield Stage(WARM, split)
+    if config.codegen.partition == "inductor" and config.splitting_ops:
+        yield Stage(PARTITIONS, {"graph_mode": GraphMode.NONE})
 
 
 def with_own_cache(case_config: Config, folder: Path) -> Config:

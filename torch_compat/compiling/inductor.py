@@ -14,6 +14,7 @@ import torch
 from ..basics.patch import preserve_cache_variables, replaced
 from ..basics.tensors import fresh_fake_mode, is_fake
 from ..repairs.inductor_fixes import repaired_lowering, without_lost_cubins
+from .partition import partitioned
 from .toolchain import (
     compiler_version,
     keep_probe,
@@ -63,7 +64,12 @@ def inductor_compile(
     """
     from torch._inductor import standalone_compile
 
-    with repaired_lowering(), _traced_sizes(graph), named_libraries() as libraries:
+    with (
+        repaired_lowering(),
+        partitioned(graph, options),
+        _traced_sizes(graph),
+        named_libraries() as libraries,
+    ):
         artifact = standalone_compile(
             graph,
             inputs,
@@ -95,7 +101,7 @@ def inductor_compile_to(
     """Compile `graph` and write its generated code to `folder`, as files that can be edited."""
     from torch._inductor import standalone_compile
 
-    with repaired_lowering(), _traced_sizes(graph):
+    with repaired_lowering(), partitioned(graph, options), _traced_sizes(graph):
         artifact = standalone_compile(
             graph,
             inputs,

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..basics.patch import replaced
+from .partition import code_run_by
 
 
 @contextmanager
@@ -31,15 +32,10 @@ def regions_noted(note: Callable[[], object]) -> Iterator[None]:
 @contextmanager
 def regions_through(hook: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Call `hook(code)` in place of each code of Inductor: no dispatch mode sees what it runs."""
-    module = sys.modules.get("torch._inductor.output_code")
-    if module is None:
-        yield
-        return
-    original: Any = module.CompiledFxGraph.__call__
 
-    def call(graph: Any, args: Any) -> Any:
+    def run(original: Callable[..., Any], graph: Any, args: Any) -> Any:
         """On a copy of the list: the code empties it, and a replay passes it again."""
         return hook(lambda args: original(graph, list(args)))(args)
 
-    with replaced(module.CompiledFxGraph, "__call__", call):
+    with code_run_by(run):
         yield

@@ -27,7 +27,12 @@ from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
 from ....errors import OtherRowsWritten, ResultNotAsTraced
 from ....torch_compat.basics.ops import OpOverload
-from ....torch_compat.basics.tensors import FakeTensorMode, tree_map_only, without_modes
+from ....torch_compat.basics.tensors import (
+    FakeTensorMode,
+    storage_id,
+    tree_map_only,
+    without_modes,
+)
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
 from ...capture.breaks import WITHOUT_BREAKS
 from ...core.preserved import preserve
@@ -61,7 +66,8 @@ def find_mixed_rows(
     """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
     because an op in it needs a step, is left out.
 
-    `sentinels` are values of padding by input. `forward` is run if the model is not traced.
+    `sentinels` are values of padding by input. `forward` is run, as one piece, if the model is not
+    split into pieces.
     """
     plan, mixed = compiled.plan, []
     if any(not result.dtype for result in plan.results):
@@ -70,6 +76,9 @@ def find_mixed_rows(
     fixed = {item.name: sentinels[item.label] for item in plan.inputs if item.label in sentinels}
     sizes = _sizes(plan, size)
     steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
+    if untraced is not None:
+        args, outs = ([each.name for each in values] for values in (plan.inputs, plan.results))
+        steps = {0: PieceStep(piece=0, args=tuple(args), outs=tuple(outs))}
     for index, step in sorted(steps.items()) if sizes else ():
         assert sizes is not None
         span, real, padded = sizes
@@ -83,7 +92,7 @@ def find_mixed_rows(
         if result is not None:
             text = plan.pieces[index].text
             where = op_line(text, _MIXING) or op_line(text, _ANY)
-            where = untraced.mixes_at if untraced else where
+            where = untraced.mixes_at or where if untraced else where
             mixed.append(RowsMixed(index, result, where, size))
     return mixed
 
@@ -139,11 +148,12 @@ def _mixed(
             results = fn(args)
             return [one.clone() if written and isinstance(one, Tensor) else one for one in results]
 
-    own = [weight for weight in compiled.plan.weights if weight.name in step.args]
+    is_split = not isinstance(fn, WithoutBreaks)
+    own = [w for w in compiled.plan.weights if not is_split or w.name in step.args]
     weights = [compiled.weights[weight.target] for weight in own]
     written = [compiled.weights[weight.target] for weight in own if weight.written]
     outs = list(step.outs)
-    if isinstance(fn, WithoutBreaks):
+    if not compiled.traced:
         written = list(compiled.model.buffers())
     checked: Any = nullcontext if isinstance(fn, WithoutBreaks) else CheckedOps
     with checked():
@@ -151,7 +161,7 @@ def _mixed(
     first, second = run(padded, whole), run(padded, mixed_in)
     if isinstance(fn, WithoutBreaks):
         outs += fn.arguments
-    unwritten = compiled.plan.pieces[step.piece].unwritten
+    unwritten = compiled.plan.pieces[step.piece].unwritten if is_split else ()
     results = zip(outs, first, second, alone, strict=True)
     for at, (name, one, two, three) in enumerate(results):
         if isinstance(one, Tensor) and at not in unwritten:
@@ -210,6 +220,16 @@ class WithoutBreaks:
             if writes.include(each):
                 tensor.copy_(self._made_up(tensor))
         return tree_map_only(Tensor, self._made_up, result)
+
+    def run_piece(self, fn: Callable[..., Any], args: Any) -> Any:
+        """Run code of Inductor: it made the results that are in no memory that it was given."""
+        given = {storage_id(tensor) for tensor in tensors_in(args)}
+        with without_modes():
+            result = fn(*args)
+        for tensor in tensors_in(result):
+            if storage_id(tensor) not in given:
+                self._made.ownership.make(tensor)
+        return result
 
     def _made_up(self, like: Tensor) -> Tensor:
         """Values of the form of `like`."""

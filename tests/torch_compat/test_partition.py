@@ -1,0 +1,59 @@
+"""Code that is cut at an op; everything replaced in torch is put back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compile.backends.inductor import toolchain_directory
+from piecegraph.torch_compat.basics import tensors
+from piecegraph.torch_compat.compiling import inductor, partition
+
+
+@pytest.mark.compile
+def test_code_is_cut_at_an_op_and_torch_is_put_back() -> None:
+    from torch._inductor import output_code, scheduler
+
+    def state() -> list[Any]:
+        return [scheduler.Scheduler.graph_partition, output_code.CompiledFxGraph.__call__]
+
+    before, calls = state(), list[str]()
+    library: Any = torch.library.Library("piecegraph_cut", "DEF")  # type: ignore[no-untyped-call]
+    library.define("here(Tensor x) -> Tensor")
+    library.impl("here", torch.clone, "CPU")
+    torch.library.register_fake("piecegraph_cut::here", torch.empty_like, lib=library)
+
+    def run(original: Any, code: Any, args: Any) -> Any:
+        calls.append("code")
+        return original(code, args)
+
+    def hook(code: Any) -> Any:
+        return lambda args: calls.append("partition") or code(args)
+
+    try:
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        for op in (torch.sin, torch.ops.piecegraph_cut.here.default, torch.cos):
+            x = graph.call_function(op, (x,))
+        graph.output((x,))
+        module, real = torch.fx.GraphModule({}, graph), torch.randn(4)
+        options = {
+            **partition.partition_options(["piecegraph_cut::here"]),
+            "force_disable_caches": True,
+        }
+        with partition.partitioned(module, options):
+            assert state()[0] != before[0]
+        fake = tensors.fresh_fake_mode().from_tensor(real)
+        with inductor.inductor_options(toolchain_directory("")):
+            artifact, _ = inductor.inductor_compile(module, [fake], options)
+        code = inductor.inductor_callable(artifact)
+        with partition.code_run_by(run), partition.partitions_through(hook):
+            (got,) = code([real])
+        torch.testing.assert_close(got, real.sin().cos())
+        assert calls == ["code", "partition", "partition"]
+    finally:
+        library._destroy()
+    assert state() == before
+    assert partition.partition_options([]) == {}
