@@ -32,7 +32,8 @@ PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
-PART = f"{CHECKS}/part.py"
+PART, PROOF = f"{CHECKS}/part.py", "runtime/parts/proof"
+FORMS = f"{LIVE}/test_padding_forms.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
@@ -155,8 +156,22 @@ MUTANTS = [
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
      "tests/runtime/test_addresses.py -k w15"),
-    ("runtime/parts/proof/row_mixing.py", "if not (same and", "if False and not (same and",
+    (f"{PROOF}/row_mixing.py", "(found := trial.mixes(*sized))", "(found := None)",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
+    (f"{PROOF}/row_mixing.py", "use.is_choice or not all_run or any(reaches)", "False",
+     f"{FORMS} -k 'remainder or odd or length'"),
+    (f"{PROOF}/row_mixing.py", "(found := trial.differs(first, size))", "False",
+     f"{FORMS} -k kernel"),
+    (f"{PROOF}/row_mixing.py", "(found := trial.differs(previous, first))", "False",
+     f"{FORMS} -k uncaptured"),
+    (f"{PROOF}/row_trials.py", "found[name] = _beyond(first, second, limit)",
+     "found[name] = torch.zeros(1)", f"{FORMS} -k 'expert or loose'"),
+    (f"{PROOF}/row_trials.py", "if moved is not None and found[name].any():", "if False:",
+     f"{FORMS} -k slots"),
+    (f"{PROOF}/row_trials.py", "extreme=True, moved=True)) if pads", "extreme=True)) if pads",
+     f"{FORMS} -k slots"),
+    (BATCH, "return [*compiled.model.buffers(), *held]", "return [*compiled.model.buffers()]",
+     f"{FORMS} -k loose"),
     ("compile/bundle/key_factors.py", "        **of_compiler,", "",
      "tests/compile/test_compilers.py"),
     ("compile/ir/registered_compilers.py",
@@ -174,7 +189,7 @@ MUTANTS = [
      f"{LIVE}/test_regions.py -k handler"),
     (f"{CHECKS}/step_reads.py", 'self._reads.value("layers", self._context.layers)',
      "self._context.layers", f"{LIVE}/test_step_reads.py -k of_a_layer"),
-    ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
+    (f"{PROOF}/row_trials.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
     (TAPE, "if self._poisons:", "if False:", POISON),
     (TAPE, "self._made = tuple(tape.made.values())", "self._made = ()", POISON),

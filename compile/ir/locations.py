@@ -6,12 +6,17 @@ not depend on where the model's files are.
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
+from pathlib import Path
 
 from torch.fx import GraphModule, Node
 
 from ...torch_compat.basics.frames import is_torch_file
 
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in ("compile", "runtime", "tools/bisect"))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _PLACE = re.compile(r"# File: (?:[^:\n]*/)?([^/:\n]+:\d+)")
 
@@ -54,4 +59,28 @@ def op_line(text: str, op: re.Pattern[str]) -> str | None:
             place = match[1]
         elif place and op.search(line):
             return place
+    return None
+
+
+def user_line() -> str | None:
+    """file:line of the innermost frame outside of torch and this package; None in the generated
+    code of a piece, whose callers did not cause what it does."""
+    return _innermost(traceback.extract_stack())
+
+
+def error_line(error: BaseException) -> str | None:
+    """As `user_line`, of the code that raised `error`."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _innermost(frames: traceback.StackSummary) -> str | None:
+    in_piece = False
+    for frame in reversed(frames):
+        if frame.filename.startswith("<eval_with_key>"):
+            in_piece = True
+        elif frame.filename.endswith("/_dynamo/eval_frame.py"):
+            in_piece = False  # but a region that the model compiles itself
+        ours = frame.filename.startswith(_OURS)
+        if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
+            return None if in_piece else f"{frame.filename}:{frame.lineno}"
     return None

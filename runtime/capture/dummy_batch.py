@@ -28,6 +28,7 @@ from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
+from ..tensors_by_path import tensors_by_path
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -178,10 +179,20 @@ class DummyBatches:
 
 def model_state(compiled: CompiledModel) -> list[Tensor]:
     """The weights and buffers that compiled code writes to; code that is not traced may write to
-    any buffer."""
+    any buffer, and any other tensor that its modules hold but their parameters."""
     if not compiled.traced:
-        return list(compiled.model.buffers())
+        held = [tensor for module in compiled.model.modules() for tensor in _held(module)]
+        return [*compiled.model.buffers(), *held]
     return [compiled.weights[weight.target] for weight in compiled.plan.weights if weight.written]
+
+
+def _held(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Tensors in the attributes of a module, without parameters, buffers and what modules hold."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            for _, tensor in tensors_by_path(name, value):
+                if not isinstance(tensor, torch.nn.Parameter):
+                    yield tensor
 
 
 @contextmanager

@@ -92,6 +92,7 @@ def test_wrong_code_is_replaced_by_the_model(
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
     served = prepare_live(shadow=EACH, cache=False)
     served.prepared.capture()
