@@ -1,8 +1,9 @@
-"""Steps proved while a model serves: one in N runs again, uncompiled, from the same state.
+"""Steps proved while a model serves: they run again, uncompiled, from the same state. First each
+graph is proved, at its first steps, then one step in N.
 
 Guarantee: a proved step's results, and the state that it wrote, are the uncompiled model's within a
 tolerance; otherwise the engine is given these, and the largest set that shares the cause leaves
-service. Cost: one count per step, and `share` of the time. Switch:
+service. Cost: one count and one look-up per step, and `share` of the time. Switch:
 `PIECEGRAPH_OFF=proof`; off unless `Config(shadow=...)`.
 
 What a step may write is known: inputs that the model writes to, its own weights and buffers,
@@ -42,7 +43,9 @@ from ....torch_compat.basics.tensors import (
     tree_map_only,
 )
 from ...capture.dummy_batch import model_state, preserve_rng_state
+from ...capture.installed_graph import InstalledGraph
 from ...core.allowed_work import allow_compilation
+from ...core.code import ModelCode
 from ...core.preserved import SavedMemory, StateTooLarge
 from ...core.records import ShadowStopped, WrongStep
 from ...core.step_file import write_steps
@@ -50,6 +53,7 @@ from ...core_model import CoreModel
 from ...forward_context import ForwardContext, forward_context
 from ...part import Part, Run
 from ...tensors_by_path import tensors_by_path
+from .coverage import Coverage
 
 MOST_STATE = 1 << 30
 """Bytes of state that a proof may keep. Steps that write more are skipped."""
@@ -127,7 +131,7 @@ class ProofPart(Part):
     ) -> None:
         self.proved: Counter[tuple[str, int]] = Counter()
         self.skipped: Counter[str] = Counter()
-        self.seconds = 0.0
+        self.coverage = Coverage(settings)
         self._keep: Keep = _as_it_is
         self._rebuild: Keep = _as_it_is
         self._settings = settings
@@ -136,12 +140,11 @@ class ProofPart(Part):
         self._records = core.environment.records
         self._uncompiled = uncompiled
         self._folder = folder
-        self._left = settings.every
-        self._began = perf_counter()
         self._stopped = False
         self._steady = False
         self._waits = False
         self._waiting: _Step | None = None
+        self._proved_code: Any = None
 
     def prove_with(self, keep: Keep, rebuild: Keep) -> None:
         """How to run a step again if metadata is padded to a step's descriptor.
@@ -153,13 +156,15 @@ class ProofPart(Part):
         self._keep, self._rebuild = keep, rebuild
 
     def around(self, run: Run) -> Run:
-        """`run` with a proof of each N-th step."""
+        """`run` with a proof of the first step of each graph, and of each N-th step."""
+        coverage, covered = self.coverage, self.coverage.covered
 
         def proving(
             decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
         ) -> Any:
-            self._left -= 1
-            if self._left > 0 or self._stopped:
+            coverage.left -= 1
+            is_covered = getattr(decision, "graph_index", NO_GRAPH) in covered
+            if (is_covered and coverage.left > 0) or self._stopped:
                 return run(decision, args, kwargs, metadata, stated)
             return self._due(run, decision, args, kwargs, metadata, stated)
 
@@ -180,7 +185,7 @@ class ProofPart(Part):
             return False
         state = self._state(step.args, step.kwargs)
         if any(now is not step.state.get(name) for name, now in state.items()):
-            self.skipped["state was replaced"] += 1
+            self._skip(step.decision.graph_index, "state was replaced")
             return False
         self._timed(step)
         return True
@@ -191,19 +196,43 @@ class ProofPart(Part):
             self._stopped, self._waiting = True, None
             self._records.add(ShadowStopped(reason.value, detail))
 
-    def facts(self) -> dict[str, Any]:
+    def captured(self, graph: InstalledGraph) -> None:
+        self.coverage.forget(graph.index)
+
+    def replaced(self, code: ModelCode) -> None:
+        if self._proved_code is not code.compiled.plan:
+            self._proved_code = code.compiled.plan
+            self.coverage.forget(NO_GRAPH)
+        if self._is_model(NO_GRAPH):
+            self.coverage.settle(NO_GRAPH)
+
+    def _is_model(self, graph_index: int | None) -> bool:
+        """Whether it is the model itself. Where that serves instead of wrong code it is proved."""
+        serves = graph_index == NO_GRAPH and not self._steps.code.compiled.traced
+        return serves and not self._records.of(WrongStep)
+
+    def graphs(self) -> list[dict[str, Any]]:
+        """How often each graph was proved, after which step the last time, or why not yet."""
+        steps = self._steps.usage.by_graph()
+        return self.coverage.rows(self._core.graphs.present(), steps, self._why_stopped())
+
+    def _why_stopped(self) -> str | None:
         stopped = self._records.of(ShadowStopped)
+        return f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None
+
+    def facts(self) -> dict[str, Any]:
         shadow = {
             "every": self._settings.every,
-            "stopped": f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None,
+            "stopped": self._why_stopped(),
+            "graphs": self.graphs(),
             "proved": [
                 {"mode": mode, "num_tokens": size, "count": count}
                 for (mode, size), count in sorted(self.proved.items())
             ],
             "wrong": [wrong.facts() for wrong in self._records.of(WrongStep)],
             "skipped": dict(self.skipped),
-            "seconds": self.seconds,
-            "share": self.seconds / max(perf_counter() - self._began, 1e-9),
+            "seconds": self.coverage.seconds,
+            "share": self.coverage.share(),
         }
         return {"shadow": shadow}
 
@@ -221,23 +250,23 @@ class ProofPart(Part):
         A step that cannot be proved leaves the next one due.
         """
         step = (decision, args, kwargs, metadata, stated)
-        if decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced:
+        index = getattr(decision, "graph_index", None)
+        if index is None or self._is_model(index) or not self.coverage.is_turn(index):
             return run(*step)
-        self._left = self._settings.every
-        elapsed = perf_counter() - self._began
-        if self._waiting is not None or self.seconds > self._settings.share * elapsed:
-            self.skipped["waiting" if self._waiting else "budget"] += 1
+        if self._waiting is not None or not self.coverage.has_time():
+            self._skip(index, "waiting" if self._waiting else "budget")
             return run(*step)
         began = perf_counter()
         try:
             due = self._kept(decision, args, kwargs, metadata)
         except StateTooLarge:
-            self.skipped[f"state above {MOST_STATE >> 20} MiB"] += 1
+            self._skip(index, f"state above {MOST_STATE >> 20} MiB")
+            self.coverage.settle(index)
             return run(*step)
         except Exception as error:
             self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
             return run(*step)
-        self.seconds += perf_counter() - began
+        self.coverage.seconds += perf_counter() - began
         due.results = run(*step)
         due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
         if not due.num_tokens:
@@ -248,6 +277,10 @@ class ProofPart(Part):
             self._waiting = due
             return due.results
         return self._timed(due)
+
+    def _skip(self, graph_index: int, why: str) -> None:
+        self.skipped[why] += 1
+        self.coverage.skip(graph_index, why)
 
     def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
         recorded = self._keep(metadata, decision)
@@ -283,7 +316,7 @@ class ProofPart(Part):
                 return self._proved(step)
         finally:
             torch.set_grad_enabled(with_grad)
-            self.seconds += perf_counter() - began
+            self.coverage.seconds += perf_counter() - began
 
     def _proved(self, step: _Step) -> Any:
         """The step's results, or those of the uncompiled model if they are others."""
@@ -294,7 +327,7 @@ class ProofPart(Part):
             got = self._compared(step, results, step.before, step.after)
             if not self._steady:
                 if bool(differences(expected, self._again(step)).any()):
-                    self.skipped[UNSTEADY] += 1
+                    self._skip(step.decision.graph_index, UNSTEADY)
                     if self.skipped[UNSTEADY] == MOST_UNSTEADY:
                         raise NotRepeatable(Stopped.UNSTEADY, "")
                     return step.results
@@ -310,6 +343,8 @@ class ProofPart(Part):
             now.restore()
         decision = step.decision
         self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
+        steps = sum(self._steps.usage.by_graph().values())
+        self.coverage.prove(decision.graph_index, steps)
         if wrong is None:
             return step.results
         try:

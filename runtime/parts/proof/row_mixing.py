@@ -29,7 +29,7 @@ from ....compile.ir.plan import PieceStep, Plan
 from ....compile.plan.compiled_model import CompiledModel
 from ....errors import OtherRowsWritten
 from ...core.records import RowsMixed
-from .row_trials import Sizes, Trials, any_sizes, other_number
+from .row_trials import Sizes, Trials, any_sizes
 from .without_breaks import WithoutBreaks
 
 _PADDING = 3
@@ -47,8 +47,8 @@ def find_mixed_rows(
     """Where padding of `size` reaches real rows or state in one trace of a model.
 
     `captured` are the sizes in tokens that batches are padded to, `sentinels` values of padding by
-    input. `forward` is run if the model is not traced. Also why a piece
-    cannot be run alone: an op in it may need a step.
+    input. `forward` is run if the model is not traced. At the end, why pieces could not be run
+    alone: an op in them may need a step.
     """
     plan = compiled.plan
     if any(not result.dtype for result in plan.results):
@@ -61,59 +61,58 @@ def find_mixed_rows(
     if served and size == TOKENS:
         most = {size: max([*served, *most.values()])}
     steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
-    trials, mixed = list[Trials](), False
-    for index, step in sorted(steps.items()) if most else ():
-        largest = any_sizes(plan) | {TOKENS: max(low, 2)} | most
-        trial = Trials(compiled, step, untraced, device, largest, sentinels)
+    largest = any_sizes(plan) | {TOKENS: max(low, 2)} | most
+    trials = [Trials(compiled, s, untraced, device, largest, sentinels) for s in steps.values()]
+    failed = dict[int, str]()
+
+    def tried(trial: Trials, test: Callable[..., Any], *args: Any) -> Any:
         try:
-            if sized is not None and (found := trial.mixes(*sized)):
-                mixed = True
-                yield RowsMixed(index, *found, size)
-            trials.append(trial)
+            return None if trial.piece in failed else test(*args)
         except OtherRowsWritten:
             raise
         except Exception as error:
-            yield _unchecked(index, error)
+            failed[trial.piece] = f"{type(error).__name__}: {first_line(error)}"
+            return None
+
+    mixed = False
+    for trial in trials if sized else ():
+        if found := tried(trial, trial.mixes, *(sized or ())):
+            mixed, (name, where) = True, found
+            yield RowsMixed(trial.piece, name, where, size)
     if size == TOKENS and not mixed:
-        yield from _borders(plan, trials, served, all_run=len(trials) == len(steps))
+        yield from _borders(plan, trials, served, tried)
+    yield from (f"piece {piece} cannot be run alone: {why}" for piece, why in failed.items())
 
 
 def _borders(
-    plan: Plan, trials: Sequence[Trials], captured: Sequence[int], all_run: bool
-) -> Iterator[RowsMixed | str]:
+    plan: Plan, trials: Sequence[Trials], captured: Sequence[int], tried: Callable[..., Any]
+) -> Iterator[RowsMixed]:
     """Sizes beyond which batches must not be padded: of the rows of a graph of `captured` tokens
-    only those of larger batches are the model's."""
-    trials = list(trials)
+    only those of larger batches are the model's.
+
+    What cannot be tried does not show that a number reaches no row.
+    """
     values = [use.values(max(captured, default=0)) for use in plan.size_uses]
     previous, low = 0, _limits(plan)[0]
     for size in captured:
         least = low
         for use, value in zip(plan.size_uses, values, strict=True):
             others = (n for n in range(size - 1, least - 1, -1) if value[n] != value[size])
-            if (other := next(others, None)) is None:
+            other = next(others, None)
+            if other is None:
                 continue
-            reaches: Iterator[Any] = (trial.differs(other, size, other_number) for trial in trials)
-            if use.is_choice or not all_run or any(reaches):
+            reaches = use.is_choice or any(
+                tried(trial, trial.reaches, other, size) is not False for trial in trials
+            )
+            if reaches:
                 yield RowsMixed(None, use.expression, use.where, TOKENS, other)
                 least = other + 1
         first = max(least, previous + 1)
-        for trial in [*trials]:
-            try:
-                if previous and first == previous + 1 and (found := trial.differs(previous, first)):
-                    yield RowsMixed(trial.piece, *found, TOKENS, previous)
-                if first < size and (found := trial.differs(first, size)):
-                    yield RowsMixed(trial.piece, *found, TOKENS, size - 1)
-            except OtherRowsWritten:
-                raise
-            except Exception as error:
-                trials.remove(trial)
-                all_run = False
-                yield _unchecked(trial.piece, error)
+        for trial in trials:
+            borders = tried(trial, trial.borders, first, size, first == previous + 1)
+            for end, (name, where) in borders or ():
+                yield RowsMixed(trial.piece, name, where, TOKENS, end)
         previous = size
-
-
-def _unchecked(piece: int, error: Exception) -> str:
-    return f"piece {piece} cannot be run alone: {type(error).__name__}: {first_line(error)}"
 
 
 def _limits(plan: Plan) -> tuple[int, int]:

@@ -21,8 +21,27 @@ from .without_breaks import MIXING, Shape, State, WithoutBreaks, box, extreme_ro
 Sizes = Mapping[str, int]
 """By label."""
 
+Found = tuple[str, str | None]
+"""The name of a result or of state that padding changes, and the user's line."""
+
 _SEEDS = (0, 1, 2)
 _ANY = re.compile("")
+
+
+def same_size(eps: float) -> float:
+    """The largest difference relative to the largest element of a row, by the dtype's precision.
+    Rows that are grouped by expert are multiplied in groups whose sizes depend on other rows."""
+    return 64 * eps
+
+
+def other_size(eps: float) -> float:
+    """That of kernels of another size."""
+    return max(1e-2, 16 * eps)
+
+
+def other_number(eps: float) -> float:
+    """That where the model has made another number of its number of tokens."""
+    return min(1e-2, 64 * eps)
 
 
 @dataclass
@@ -50,12 +69,14 @@ class Trials:
     """By seed for each argument rows, and extreme ones."""
     _forms: dict[int, list[Shape]] = field(default_factory=dict)
     """Of what breaks return, by number of tokens."""
+    _last: tuple[int, _Outcome, _Outcome] | None = None
+    """The last size, and the outcomes of its smallest batch, alone and padded."""
 
     @property
     def piece(self) -> int:
         return self.step.piece
 
-    def mixes(self, real: Sizes, padded: Sizes) -> tuple[str, str | None] | None:
+    def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""
 
         def test(seed: int) -> dict[str, Tensor]:
@@ -67,21 +88,51 @@ class Trials:
 
         return self._confirmed(test)
 
+    def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
+        """Sizes beyond which batches must not be padded: below `size`, for a batch of `first`
+        tokens; and, if they are `joined`, between the size before and `first`.
+
+        Two runs, as the sizes ascend; whatever differs is tried again with other inputs.
+        """
+        real, padded = self._at(first), self._at(size)
+        alone, ends = self._run(_SEEDS[0], real, real), list[tuple[int, Found]]()
+        if self._last is not None and joined:
+            end, fewer, more = self._last
+            fewer, more, these = (_Outcome(each.rows, {}) for each in (fewer, more, alone))
+            apart = _differing(fewer, more, these, other_size, None)
+            if apart and (found := self.differs(end, first)):
+                ends.append((end, found))
+        whole = alone
+        if first < size:
+            whole = self._run(_SEEDS[0], real, padded, extreme=True)
+            moved = self._moved(_SEEDS[0], real, padded)
+            apart = _differing(alone, alone, whole, other_size, moved)
+            if apart and (found := self.differs(first, size)):
+                ends.append((size - 1, found))
+        self._last = size, alone, whole
+        return ends
+
+    def reaches(self, num_tokens: int, padded: int) -> bool:
+        """Whether a number that is another one at these sizes reaches a real row, or state."""
+        return self.differs(num_tokens, padded, other_number) is not None
+
     def differs(
-        self, num_tokens: int, padded: int, limit: Callable[[float], float] | None = None
-    ) -> tuple[str, str | None] | None:
+        self, num_tokens: int, padded: int, limit: Callable[[float], float] = other_size
+    ) -> Found | None:
         """As `mixes`, for a number of tokens padded to another."""
-        real, size = ({**any_sizes(self.compiled.plan), TOKENS: n} for n in (num_tokens, padded))
+        real, size = self._at(num_tokens), self._at(padded)
 
         def test(seed: int) -> dict[str, Tensor]:
             alone = self._run(seed, real, real)
             whole = self._run(seed, real, size, extreme=True)
-            moved = self._moved(seed, real, size)
-            return _differing(alone, alone, whole, limit or other_size, moved)
+            return _differing(alone, alone, whole, limit, self._moved(seed, real, size))
 
         return self._confirmed(test)
 
-    def _confirmed(self, test: Callable[[int], dict[str, Tensor]]) -> tuple[str, str | None] | None:
+    def _at(self, num_tokens: int) -> Sizes:
+        return {**any_sizes(self.compiled.plan), TOKENS: num_tokens}
+
+    def _confirmed(self, test: Callable[[int], dict[str, Tensor]]) -> Found | None:
         """The first name for which a row differs whatever the inputs are."""
         common: dict[str, Tensor] | None = None
         for seed in _SEEDS:
@@ -122,7 +173,7 @@ class Trials:
         if _weight(plan, name) is not None or name in {symbol.name for symbol in plan.symbols}:
             return torch.empty(0), torch.empty(0)
         dtype, dims = form_of(plan, name)
-        rows = _random(dtype, _at(dims, self.largest, plan), generator)
+        rows = _random(dtype, _shape(dims, self.largest, plan), generator)
         if self._sentinel(name) in (0, 1):
             rows.fill_(1 - self._sentinel(name))  # type: ignore[operator]
         symbolic = [dim for dim, size in enumerate(dims) if isinstance(size, str)]
@@ -142,7 +193,7 @@ class Trials:
                 args.append(sizes[name])
             else:
                 _, dims = form_of(plan, name)
-                window, inside = (box(_at(dims, each, plan)) for each in (padded, real))
+                window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
                 source = padding if extreme and real != padded else rows
                 value = source[window].clone(memory_format=torch.contiguous_format)
                 if (sentinel := self._sentinel(name)) is not None:
@@ -197,22 +248,6 @@ class Trials:
         return list(self.step.outs), results, dict(zip(names, state, strict=True))
 
 
-def same_size(eps: float) -> float:
-    """The largest difference relative to the largest element of a row, by the dtype's precision.
-    Rows that are grouped by expert are multiplied in groups whose sizes depend on other rows."""
-    return 64 * eps
-
-
-def other_size(eps: float) -> float:
-    """That of kernels of another size."""
-    return max(1e-2, 16 * eps)
-
-
-def other_number(eps: float) -> float:
-    """That where the model has made another number of its number of tokens."""
-    return min(1e-2, 64 * eps)
-
-
 def _differing(
     alone: _Outcome,
     one: _Outcome,
@@ -263,7 +298,7 @@ def _weight(plan: Plan, name: str) -> str | None:
     return next((weight.target for weight in plan.weights if weight.name == name), None)
 
 
-def _at(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
+def _shape(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
     values = {**sizes, **{s.name: sizes[s.label] for s in plan.symbols}}
     return tuple(evaluated(dim, values) for dim in shape)
 
