@@ -21,6 +21,7 @@ from ... import (
     PreparedModel,
     Ranks,
     RuntimeMode,
+    Shadow,
     cache_root,
     prepare,
     switched_off,
@@ -118,6 +119,7 @@ def start_service(
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
     config = library_config(options, model)
+    config = config.changed(shadow=config.shadow or Shadow())
     if isinstance(buffers, Buckets):
         config = config.changed(
             sizes={"buckets": buffers.planned, "bucket_limits": buffers.limits},

@@ -39,7 +39,7 @@ class Coverage:
 
     def has_time(self) -> bool:
         """Whether a proof stays within the share of the time."""
-        expected = self.seconds / max(1, self.proofs.total())
+        expected = 1.5 * self.seconds / max(1, self.proofs.total())
         elapsed = perf_counter() - self._began
         return self._share == 1 or self.seconds + expected <= self._share * elapsed
 

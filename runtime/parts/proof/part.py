@@ -35,7 +35,7 @@ from ....compile.ir.locations import first_line
 from ....compile.ir.ops import is_custom, tensors_in, written_by
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
-from ....torch_compat.basics.ops import call_kernel, op_name
+from ....torch_compat.basics.ops import call_kernel, is_mutable, op_name
 from ....torch_compat.basics.tensors import (
     TorchDispatchMode,
     storage_id,
@@ -531,7 +531,7 @@ class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotRepeatable(Stopped.RANDOM, op_name(func))
-        for tensor in written_by(func, args, given):
+        for tensor in written_by(func, args, given) if is_mutable(func) else ():
             if tensor.numel() and storage_id(tensor) not in self._may_write:
                 raise NotRepeatable(Stopped.UNDECLARED, f"{op_name(func)} {list(tensor.shape)}")
         if is_custom(func):
@@ -539,9 +539,10 @@ class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = call_kernel(func, args, given)
         else:
             result = func(*args, **given)
-        read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
-        fresh = {storage_id(each) for each in tensors_in(result)}
-        self._may_write |= fresh - {storage_id(each) for each in read}
+        fresh = {storage_id(each) for each in tensors_in(result)} - self._may_write
+        if fresh:
+            read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
+            self._may_write |= fresh - {storage_id(each) for each in read}
         return result
 
 
