@@ -159,7 +159,7 @@ MUTANTS = [
     (f"{PROOF}/row_mixing.py", "if found := tried(trial, trial.mixes, *(sized or ())):",
      "if found := None:",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
-    (f"{PROOF}/row_mixing.py", "if reaches:", "if False:",
+    (f"{PROOF}/row_mixing.py", "if not decide or any(", "if False and any(",
      f"{FORMS} -k 'remainder or odd or length'"),
     (f"{PROOF}/row_trials.py", "(found := self.differs(first, size))", "False",
      f"{FORMS} -k kernel"),

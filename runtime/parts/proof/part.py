@@ -309,12 +309,14 @@ class ProofPart(Part):
         return dict(each_once.values())
 
     def _timed(self, step: _Step) -> Any:
-        began = perf_counter()
+        began, synchronize = perf_counter(), self._core.environment.backend.synchronize
         with_grad = torch.is_grad_enabled()
+        synchronize()  # a copy to metadata that is rebuilt may still have to read its source
         try:
             with allow_compilation(), torch.no_grad(), preserve_rng_state():
                 return self._proved(step)
         finally:
+            synchronize()
             torch.set_grad_enabled(with_grad)
             self.coverage.seconds += perf_counter() - began
 

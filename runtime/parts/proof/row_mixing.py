@@ -94,19 +94,22 @@ def _borders(
     """
     values = [use.values(max(captured, default=0)) for use in plan.size_uses]
     previous, low = 0, _limits(plan)[0]
+    stated = set[tuple[str, int]]()
     for size in captured:
         least = low
         for use, value in zip(plan.size_uses, values, strict=True):
-            others = (n for n in range(size - 1, least - 1, -1) if value[n] != value[size])
-            other = next(others, None)
-            if other is None:
+            others = [n for n in range(least, size) if value[n] != value[size]]
+            if not others:
                 continue
-            reaches = use.is_choice or any(
-                tried(trial, trial.reaches, other, size) is not False for trial in trials
-            )
-            if reaches:
-                yield RowsMixed(None, use.expression, use.where, TOKENS, other)
-                least = other + 1
+            # runs decide on a choice where one size alone is on its other side, as for layouts
+            decide = not use.is_choice or (len(others) == 1 and any(t.untraced for t in trials))
+            if not decide or any(
+                tried(t, t.reaches, others[-1], size) is not False for t in trials
+            ):
+                least = others[-1] + 1
+                if (use.expression, least) not in stated:
+                    stated.add((use.expression, least))
+                    yield RowsMixed(None, use.expression, use.where, TOKENS, others[-1])
         first = max(least, previous + 1)
         for trial in trials:
             borders = tried(trial, trial.borders, first, size, first == previous + 1)
