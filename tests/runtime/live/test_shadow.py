@@ -445,6 +445,53 @@ def test_proofs_beyond_their_share_of_the_time_are_skipped(
     assert facts["skipped"] == {"budget": 2}
 
 
+def test_each_graph_is_proved_at_its_first_steps_then_one_step_in_many(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(capture_sizes=(2, 4, 8), shadow={"every": 50, "share": 1.0})
+    for _ in range(20):
+        for size in (2, 4):
+            decode(prepared, size)
+    graphs = {row["num_tokens"]: row for row in prepared.report()["shadow"]["graphs"]}
+    assert [graphs[size]["proved"] for size in (2, 4, 8)] == [1, 1, 0]
+    assert [graphs[size]["last_step"] for size in (2, 4, 8)] == [1, 2, None]
+    assert graphs[8]["not_yet"] == "no step"
+    decode(prepared, 7)  # the one that is behind comes before the others' turn
+    for _ in range(60):
+        decode(prepared, 4)
+    graphs = {row["num_tokens"]: row for row in prepared.report()["shadow"]["graphs"]}
+    assert [graphs[size]["proved"] for size in (2, 4, 8)] == [1, 2, 1]
+    prepared.release()
+    prepared.capture()
+    assert not any(row["proved"] for row in prepared.report()["shadow"]["graphs"])
+    decode(prepared, 2)
+    assert prepared.report()["shadow"]["graphs"][-1]["proved"] == 1
+
+
+@pytest.mark.parametrize(
+    "steps", [pytest.param(8000, marks=[pytest.mark.heavy, pytest.mark.timeout(900)]), 600]
+)
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
+def test_graphs_that_serve_are_proved_within_the_share(
+    prepare_decoder: Callable[..., PreparedModel], steps: int, mode: str, strategy: str
+) -> None:
+    shadow = {"every": 1000, "share": 0.05 if steps > 1000 else 0.3}
+    sizes = (1, 2, 4, 8, 16)
+    prepared = prepare_decoder(
+        strategy=strategy, graph_mode=mode, shadow=shadow, capture_sizes=sizes
+    )
+    draws = torch.randint(1, 17, (steps,), generator=torch.Generator().manual_seed(0)).tolist()
+    for size in draws:
+        decode(prepared, size)
+    facts = prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+    served = [row for row in facts["graphs"] if row["steps"] >= 10]
+    assert len(served) >= len(sizes)
+    assert all(row["proved"] for row in served), facts
+    assert facts["share"] <= shadow["share"]
+
+
 def test_the_metric_counts_wrong_steps(prepare_decoder: Callable[..., PreparedModel]) -> None:
     pytest.importorskip("prometheus_client")
     from piecegraph.tools.integrations.prometheus import metrics_text
