@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ResultFormUnknown
+from ..torch_compat.basics.modules import attributes_of
 from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
@@ -234,23 +235,12 @@ def trial_run(model: torch.nn.Module) -> Iterator[None]:
     Restores at the end the attributes of modules and of their tensors, and lists and dicts among
     them: a run on fakes may keep some, as a table that it makes when it is first needed.
     """
-    owners = [*model.modules(), *model.parameters(), *model.buffers()]
-    holders: list[Any] = [vars(owner) for owner in owners]
-    holders += [v for h in holders for v in h.values() if isinstance(v, dict | list)]
-    before = [dict(each) if isinstance(each, dict) else list(each) for each in holders]
+    restore = attributes_of([*model.modules(), *model.parameters(), *model.buffers()])
     try:
         with without_regions():
             yield
     finally:
-        for holder, content in zip(holders, before, strict=True):
-            if not isinstance(content, dict):
-                holder[:] = content
-                continue
-            for name in holder.keys() - content.keys():
-                del holder[name]
-            for name, value in content.items():
-                if name not in holder or holder[name] is not value:
-                    holder[name] = value
+        restore()
 
 
 def _forward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -91,3 +91,24 @@ def reader({", ".join(["root", "address", "leaf", *steps])}):
     exec(compile(text, "<piecegraph reader>", "exec"), namespace)
     made: Callable[..., Any] = namespace["reader"]
     return made
+
+
+def attributes_of(owners: Iterable[Any]) -> Callable[[], None]:
+    """A function that gives objects the attributes that they have now, and lists and dicts among
+    these what they hold now."""
+    holders: list[Any] = [vars(owner) for owner in owners]
+    holders += [v for h in holders for v in h.values() if isinstance(v, dict | list)]
+    before = [dict(each) if isinstance(each, dict) else list(each) for each in holders]
+
+    def restore() -> None:
+        for holder, content in zip(holders, before, strict=True):
+            if not isinstance(content, dict):
+                holder[:] = content
+                continue
+            for name in holder.keys() - content.keys():
+                del holder[name]
+            for name, value in content.items():
+                if name not in holder or holder[name] is not value:
+                    holder[name] = value
+
+    return restore

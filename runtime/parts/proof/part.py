@@ -35,6 +35,7 @@ from ....compile.ir.locations import first_line
 from ....compile.ir.ops import is_custom, tensors_in, written_by
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
+from ....torch_compat.basics.modules import attributes_of
 from ....torch_compat.basics.ops import call_kernel, is_mutable, op_name
 from ....torch_compat.basics.tensors import (
     TorchDispatchMode,
@@ -86,6 +87,7 @@ class Stopped(StrEnum):
     RANDOM = "an op draws random numbers"
     UNSTEADY = "two uncompiled runs from the same state differ"
     FAILED = "the uncompiled model failed on the step's real rows"
+    REPAIR = "the model that serves instead of wrong code is not the model as it is called"
     RANKS = "there are several ranks"
 
 
@@ -109,6 +111,8 @@ class _Step:
     recorded: Any
     """Of the metadata, without its padding."""
     state: dict[str, Tensor]
+    attributes: Callable[[], None]
+    """Gives Python objects the attributes that they had before the step."""
     before: SavedMemory
     after: SavedMemory
     results: Any = None
@@ -291,7 +295,14 @@ class ProofPart(Part):
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
         state = self._state(args, kwargs)
         before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
-        return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
+        attributes = self._attributes()
+        return _Step(decision, args, kwargs, metadata, recorded, state, attributes, before, before)
+
+    def _attributes(self) -> Callable[[], None]:
+        """Of modules, and of what ops find by name: see `attributes_of`."""
+        named = self._steps.context.layers.values()
+        objects = [each for each in named if hasattr(each, "__dict__") and not callable(each)]
+        return attributes_of([*self._steps.code.compiled.model.modules(), *objects])
 
     def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
         """What a step may write, by name: each memory once."""
@@ -356,11 +367,14 @@ class ProofPart(Part):
         if self._waits:  # later steps have built on what it wrote
             right = step.results
         else:
-            right, *_ = self._again(step)
+            right, *_ = self._again(step, repairs=True)
+        serves = decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced
         self._book(step, wrong, cause, graphs)
+        if serves:
+            self.stop(Stopped.REPAIR, f"a step of {step.num_tokens} tokens")
         return right
 
-    def _again(self, step: _Step) -> Any:
+    def _again(self, step: _Step, repairs: bool = False) -> Any:
         """The uncompiled model on the real rows."""
         decision, known = _without_graph(step.num_tokens), [*step.state.values()]
 
@@ -368,18 +382,29 @@ class ProofPart(Part):
             with self._context(step, decision, metadata), _Declared(known):
                 return self._uncompiled(*step.args, **step.kwargs)
 
-        return self._compared(step, *self._run(step, decision, run))
+        return self._compared(step, *self._run(step, decision, run, repairs=repairs))
 
     def _run(
-        self, step: _Step, decision: Decision, run: Run, start: SavedMemory | None = None
+        self,
+        step: _Step,
+        decision: Decision,
+        run: Run,
+        start: SavedMemory | None = None,
+        repairs: bool = False,
     ) -> tuple[Any, SavedMemory, SavedMemory]:
         """What `run(metadata)` gives from a state, that before the step unless one is given, and
-        the state around it."""
+        the state around it. Attributes of Python objects stay as it leaves them if it repairs."""
         (start or step.before).restore()
+        now = self._attributes()
+        step.attributes()
         same = decision.descriptor == step.decision.descriptor and not self._waits
         metadata = step.metadata if same else self._rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
-        results = _copied(run(metadata))
+        try:
+            results = _copied(run(metadata))
+        finally:
+            if not repairs:
+                now()
         return results, before, step.before.now()
 
     def _compared(self, step: _Step, results: Any, before: SavedMemory, after: SavedMemory) -> Any:

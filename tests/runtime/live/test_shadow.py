@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
+from piecegraph import (
+    Batch,
+    Config,
+    PreparedModel,
+    RuntimeMode,
+    get_forward_context,
+    prepare,
+)
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import assemble
@@ -238,6 +246,33 @@ def test_memory_that_is_not_known_as_state_is_never_written(
     assert stopped.detail == "aten::add_ [1]"
 
 
+def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(
+    prepare_live: Prepare, temporary_op: Callable[..., str]
+) -> None:
+    def alternate(x: torch.Tensor, out: torch.Tensor) -> None:
+        stage = get_forward_context().layers["stage"]
+        stage.turns = [*getattr(stage, "turns", ()), len(x)]
+        out.copy_(x * len(stage.turns))
+
+    op = temporary_op("live_tests::alternate", "(Tensor x, Tensor(a!) out) -> ()", alternate)
+
+    class Alternating(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            torch.ops.live_tests.alternate(x, out)
+            return super().forward(out)
+
+    served = prepare_live(Alternating(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served.prepared.capture()
+    served.stage.turns = []
+    for _ in range(3):
+        served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))
+    assert len(served.stage.turns) == 3
+    facts = served.prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+    assert sum(row["proved"] for row in facts["graphs"]) == 3
+
+
 class Decoder(torch.nn.Module):
     """Writes each row to its slot; a result has what the slot had before."""
 
@@ -390,17 +425,18 @@ class Restless(Decoder):
     """Gives another result each time, as long as `warms_up`."""
 
     warms_up = True
-    calls = 0
+    calls = count()  # no proof sets it back
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x, slots) + (self.calls if self.warms_up else 0)
+        calls = next(self.calls)
+        return super().forward(x, slots) + (calls if self.warms_up else 0)
 
 
 @pytest.mark.parametrize("warm_up", [3, 12])
 def test_steps_that_cannot_be_compared_in_the_beginning(
-    prepare_decoder: Callable[..., PreparedModel], warm_up: int
+    prepare_decoder: Callable[..., PreparedModel], monkeypatch: pytest.MonkeyPatch, warm_up: int
 ) -> None:
+    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
         decode(prepared)
