@@ -271,6 +271,12 @@ def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(
     facts = served.prepared.report()["shadow"]
     assert (facts["wrong"], facts["stopped"]) == ([], None)
     assert sum(row["proved"] for row in facts["graphs"]) == 3
+    served.prepared.shadow_idle()
+    for _ in range(2):  # the first of them is proved after the second
+        served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))
+    assert served.prepared.shadow_idle()
+    assert len(served.stage.turns) == 5
+    assert served.prepared.report()["shadow"]["wrong"] == []
 
 
 class Decoder(torch.nn.Module):
