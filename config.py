@@ -122,7 +122,7 @@ class Shadow(Settings):
     _path: ClassVar[str] = "shadow"
 
     every: int = Field(default=1000, ge=1)
-    """One step in so many is proved."""
+    """One step in so many is proved, once each graph is."""
 
     share: float = Field(default=0.01, gt=0, le=1)
     """The most time that proofs may take, as a share of all time. Steps beyond it are skipped."""

@@ -7,6 +7,7 @@ tensors of different sizes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,12 +25,23 @@ from ..torch_compat.basics.tensors import (
 )
 from .held_values import HeldValues
 from .ir.compilation import CompileRequest
-from .ir.config import CompileConfig
+from .ir.config import TOKENS, CompileConfig
+from .ir.locations import first_line
 from .ir.ops import FakeWrites
-from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
+from .ir.plan import (
+    CompiledRange,
+    PieceStep,
+    Plan,
+    PlanPiece,
+    Result,
+    SizeUse,
+    Symbol,
+    UserInput,
+)
 from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
 from .trace.examples import Dims, Examples, Leaf, example_inputs
+from .trace.size_uses import uses_of_forward
 
 _OTHER_SIZES = (41, 43, 47, 53, 59, 61)
 """Sizes that no example input has."""
@@ -43,9 +55,11 @@ def eager_model(request: CompileRequest) -> CompiledModel:
     examples = example_inputs(request.model, request.config, request.device, request.examples)
     symbols = list(_symbols(_tensors(examples), examples, request.config).values())
     form = _result_form(request.model, examples, symbols)
-    return _with_result(
+    compiled = _with_result(
         request.model, request.config, examples, form, lambda result: _without_tensors(result)[1]
     )
+    size_uses = tuple(_size_uses(request, examples))
+    return replace(compiled, plan=compiled.plan.model_copy(update={"size_uses": size_uses}))
 
 
 def uncompiled_model(request: CompileRequest) -> CompiledModel:
@@ -187,6 +201,32 @@ def _fake_result(
             return result, [writes.include(tensor) for tensor in inputs]
     except Exception as error:
         raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
+
+
+def _size_uses(request: CompileRequest, examples: Examples) -> Iterator[SizeUse]:
+    """How the model uses its number of tokens other than as a shape, as far as it runs on fakes."""
+
+    def inputs_at(num_tokens: int) -> list[tuple[Tensor, Dims]]:
+        inputs = list[tuple[Tensor, Dims]]()
+
+        def collect(tensor: Tensor, dims: Dims) -> Tensor:
+            inputs.append((tensor, dims))
+            return tensor
+
+        examples.with_tokens(num_tokens).with_tensors(collect)
+        return inputs
+
+    def run(fakes: list[Tensor]) -> None:
+        remaining = iter(fakes)
+        args, kwargs = examples.with_tensors(lambda *_: next(remaining)).call_arguments()
+        with trial_run(request.model), torch.no_grad():
+            request.model(*args, **kwargs)
+
+    try:
+        yield from uses_of_forward(run, inputs_at, request.config.limits(TOKENS))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        request.events.emit("size_uses.unknown", level=logging.INFO, reason=reason)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
 PART = f"{CHECKS}/part.py"
+PADDED = f"{LIVE}/test_padding_forms.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
@@ -47,7 +48,7 @@ BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.p
 
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
-PROOF = "runtime/parts/proof/part.py"
+PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
 PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_partitions.py"
@@ -242,8 +243,34 @@ MUTANTS = [
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
      "tests/runtime/test_addresses.py -k w15"),
-    ("runtime/parts/proof/row_mixing.py", "if not (same and", "if False and not (same and",
+    ("runtime/parts/proof/row_mixing.py", "if found := tried(trial, trial.mixes, *(sized or ())):",
+     "if found := None:",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
+    ("runtime/parts/proof/row_mixing.py", "if not decide or any(", "if False and any(",
+     f"{PADDED} -k six"),
+    (TRIALS, "(found := self.differs(first, size))", "False",
+     f"{PADDED} -k kernel"),
+    (TRIALS, "(found := self.differs(end, first))", "False",
+     f"{PADDED} -k uncaptured"),
+    (TRIALS, "found[name] = _beyond(first, second, limit)",
+     "found[name] = torch.zeros(1)", f"{PADDED} -k expert"),
+    (TRIALS, "if moved is not None and found[name].any():", "if False:",
+     f"{PADDED} -k slots"),
+    (TRIALS, "extreme=True, moved=True)) if pads", "extreme=True)) if pads",
+     f"{PADDED} -k slots"),
+    (PROOF, "step.attributes.restore()", "pass", f"{LIVE}/test_shadow.py -k sees_python"),
+    (PROOF, "            if not repairs:\n                held.restore()",
+     "            pass",
+     f"{LIVE}/test_shadow.py -k sees_python"),
+    (PROOF, "(is_covered and coverage.left > 0)", "coverage.left > 0",
+     f"{LIVE}/test_shadow.py -k first_steps"),
+    ("runtime/parts/proof/coverage.py", "self.seconds + expected <=",
+     "self.seconds + expected > 0 *",
+     f"{LIVE}/test_shadow.py -k within_the_share"),
+    (PROOF, "synchronize()  # a copy", "pass  # a copy",
+     "tests/tools/test_overlap.py -k changes_no_token"),
+    (BATCH, "return [*compiled.model.buffers(), *held]", "return [*compiled.model.buffers()]",
+     f"{PADDED} -k loose"),
     ("compile/bundle/key_factors.py", "        **of_compiler,", "",
      "tests/compile/test_compilers.py"),
     ("compile/ir/registered_compilers.py",
@@ -269,7 +296,7 @@ MUTANTS = [
     (BINDING, "if {_differs(each, value)}:", "if False:", f"{CALL_FORM} -k names_the_path"),
     (BINDING, "(*{value},) != {keys!r}", "{{*{value}}} != {{*{keys!r}}}", f"{CALL_FORM} -k path"),
     (BINDING, "_pg_type({value}) is not _pg_type(k{index}) or ", "", f"{CALL_FORM} -k path"),
-    ("runtime/parts/proof/row_mixing.py", "and at not in unwritten", "and True",
+    (TRIALS, "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
     (TAPE, "if self._poisons:", "if False:", POISON),
     (TAPE, "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
@@ -340,7 +367,7 @@ MUTANTS = [
     (CODE, "if num_tokens in self._ran", "if self._ran", f"{TOLD} -k splitting_op"),
     (BREAKS, "checked_link(compiled, _record_hooks)", "compiled.link(_record_hooks)",
      f"{TOLD} -k splitting_op"),
-    ("runtime/parts/proof/row_mixing.py", "else CheckedOps", "else nullcontext",
+    (TRIALS, "CheckedOps() if real == padded", "nullcontext() if True",
      f"{TOLD} -k in_a_piece"),
     (QUEUED, "            self._end_watch()\n            raise", "            raise",
      f"{DELAYED} -k disturb_a_start"),
@@ -361,7 +388,7 @@ MUTANTS = [
     (BATCH, 'error.facts["left"] == STAYS', "False", f"{SET_UP} -k fills"),
     (BATCH, "            metadata.restore()", "            pass", f"{SET_UP} -k derived"),
     ("runtime/capture/recorder.py", "metadata.restore()", "pass", f"{SET_UP} -k derived"),
-    (PROOF, "set(held.changed()) - self._changing", "set()", f"{SET_UP} -k proof"),
+    (PROOF, "set(due.attributes.changed()) - self._changing", "set()", f"{SET_UP} -k proof"),
     (PROOF, "self.proved.clear()", "pass", f"{SET_UP} -k proof"),
     (DELAYED_STEP, "if compiled.traced else _named_tensors(compiled.model)", "",
      f"{DELAYED} -k without_a_trace"),

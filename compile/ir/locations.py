@@ -6,12 +6,21 @@ not depend on where the model's files are.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
 
 from torch.fx import GraphModule, Node
 
 from ...torch_compat.basics.frames import is_torch_file
 
+_ROOT = Path(__file__).parents[2]
+_PARTS = ("compile", "runtime", "torch_compat", "tools/bisect")
+_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in _PARTS)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _PLACE = re.compile(r"# File: (?:[^:\n]*/)?([^/:\n]+:\d+)")
 
@@ -54,4 +63,28 @@ def op_line(text: str, op: re.Pattern[str]) -> str | None:
             place = match[1]
         elif place and op.search(line):
             return place
+    return None
+
+
+def user_line() -> str | None:
+    """file:line of the innermost frame outside of torch and this package; None in the generated
+    code of a piece, whose callers did not cause what it does."""
+    return _innermost(traceback.walk_stack(sys._getframe()))
+
+
+def error_line(error: BaseException) -> str | None:
+    """As `user_line`, of the code that raised `error`."""
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    in_piece = False
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if file.startswith("<eval_with_key>"):
+            in_piece = True
+        elif file.endswith("/_dynamo/eval_frame.py"):
+            in_piece = False  # but a region that the model compiles itself
+        if not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file):
+            return None if in_piece else f"{file}:{line}"
     return None

@@ -79,13 +79,16 @@ class FakeWrites(LightDispatchMode):
     def include(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._storages
 
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return tensor if is_fake(tensor) else self._fakes.from_tensor(tensor, static_shapes=True)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if is_higher_order(func):
             return func(*args, **given)  # fake modes have rules for it
         written = list(written_by(func, args, given))
         if not all(map(is_fake, written)):
-            args, given = tree_map_only(Tensor, self._fakes.from_tensor, (args, given))
+            args, given = tree_map_only(Tensor, self._fake, (args, given))
             written = list(written_by(func, args, given))
         self._storages |= {storage_id(tensor) for tensor in written}
         return func(*args, **given)

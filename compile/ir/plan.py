@@ -172,6 +172,28 @@ class Check(Frozen):
     where: str | None
 
 
+class SizeUse(Frozen):
+    """A value of the number of tokens that is no shape: a number that an operator is given, or a
+    choice of Python. Rows may be other ones in a batch padded to a size with another value."""
+
+    expression: str
+    """Over `num_tokens`."""
+    where: str | None
+    is_choice: bool
+    """Whether it decides what runs; no run of a piece then shows that padding reaches no row."""
+
+    def values(self, largest: int) -> list[Any]:
+        """The value at each size up to `largest`; where it has none the size itself."""
+        value = eval(f"lambda {TOKENS}: {self.expression}", {"math": math})
+        values: list[Any] = []
+        for size in range(largest + 1):
+            try:
+                values.append(value(size))
+            except (ArithmeticError, ValueError):
+                values.append(f"at {size}")
+        return values
+
+
 class GuardRecord(Frozen):
     """A guard and its proof, to read."""
 
@@ -216,6 +238,7 @@ class Plan(Frozen):
     guards: tuple[GuardRecord, ...] = ()
     cut_at: tuple[str, ...] = ()
     """Ops at which Inductor partitioned the code of the only piece, which calls them."""
+    size_uses: tuple[SizeUse, ...] = ()
     others: tuple[Plan, ...] = ()
     """Plans for token counts that the steps of this one do not serve, from traces of their own."""
 

@@ -26,6 +26,7 @@ from ..ir.plan import (
     Plan,
     PlanPiece,
     Result,
+    SizeUse,
     Symbol,
     UserInput,
     Weight,
@@ -37,6 +38,7 @@ from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.mutations import written_placeholders
+from ..trace.size_uses import uses_in_trace
 from ..trace.symbols import argument_sizes, symbol_labels
 
 
@@ -122,7 +124,13 @@ class PlanBuilder:
             shapes=self._shapes,
             guards=tuple(records),
             cut_at=self._config.code.cut_at,
+            size_uses=self._size_uses(),
         )
+
+    def _size_uses(self) -> tuple[SizeUse, ...]:
+        tokens = [s for s, symbol in self._symbols.items() if symbol.label == TOKENS]
+        splitting = [step.op for step in self._steps if isinstance(step, CallStep)]
+        return uses_in_trace(self._trace.graph.graph, tokens[0], splitting) if tokens else ()
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
         """The base symbols: the token count first, the others in the order of the arguments."""

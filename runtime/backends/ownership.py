@@ -7,22 +7,18 @@ keeps its identity, so a new tensor is never mistaken for an old one.
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
+from ...compile.ir.locations import error_line as error_line
+from ...compile.ir.locations import user_line as user_line
 from ...compile.ir.ops import tensors_in
 from ...errors import HostReadInCapture, TensorLeftBreak
-from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import (
     OpOverload,
     branches_by_value,
@@ -42,9 +38,6 @@ from ...torch_compat.basics.tensors import (
     without_modes,
 )
 
-_ROOT = Path(__file__).parents[2]
-_PARTS = ("compile", "runtime", "torch_compat", "tools/bisect")
-_OURS = tuple(f"{_ROOT / part}{os.sep}" for part in _PARTS)
 TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
@@ -274,30 +267,6 @@ def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
     if func.overloadpacket is torch.ops.aten.index:
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     return kwargs.get("output_size") is None
-
-
-def user_line() -> str | None:
-    """file:line of the innermost frame outside of torch and this package; None in the generated
-    code of a piece, whose callers did not cause what it does."""
-    return _innermost(traceback.walk_stack(sys._getframe()))
-
-
-def error_line(error: BaseException) -> str | None:
-    """As `user_line`, of the code that raised `error`."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
-
-
-def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
-    in_piece = False
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if file.startswith("<eval_with_key>"):
-            in_piece = True
-        elif file.endswith("/_dynamo/eval_frame.py"):
-            in_piece = False  # but a region that the model compiles itself
-        if not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file):
-            return None if in_piece else f"{file}:{line}"
-    return None
 
 
 def _computes(func: OpOverload, fresh: list[Tensor]) -> bool:

@@ -36,6 +36,7 @@ from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
 from ..forward_context import ForwardContext, forward_context
+from ..tensors_by_path import tensors_by_path
 from .first_use import STAYS, run_twice
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
@@ -191,11 +192,22 @@ class DummyBatches:
 
 def model_state(compiled: CompiledModel) -> dict[str, Tensor]:
     """The weights and buffers that compiled code writes to, by name; code that is not traced may
-    write to any buffer."""
+    write to any buffer, and any other tensor that its modules hold but their parameters."""
     if not compiled.traced:
-        return dict(compiled.model.named_buffers())
+        modules = compiled.model.named_modules()
+        held = {f"{path}.{name}": t for path, module in modules for name, t in _held(module)}
+        return {**dict(compiled.model.named_buffers()), **held}
     written = [weight.target for weight in compiled.plan.weights if weight.written]
     return {name: compiled.weights[name] for name in written}
+
+
+def _held(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in the attributes of a module, without parameters, buffers and what modules hold."""
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            for path, tensor in tensors_by_path(name, value):
+                if not isinstance(tensor, torch.nn.Parameter):
+                    yield path, tensor
 
 
 @contextmanager

@@ -79,6 +79,10 @@ class SavedMemory:
         current._parts = [part.now() for part in self._parts]
         return current
 
+    def values(self) -> list[Tensor]:
+        """What is saved of each tensor, in its dtype."""
+        return [part.content.view(part.dtype) for part in self._parts]
+
     def changed(self, now: SavedMemory) -> list[Tensor]:
         """Elements of each tensor that differ between this and `now`, which is of the same rows."""
         pairs = zip(self._parts, now._parts, strict=True)

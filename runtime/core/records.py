@@ -144,12 +144,14 @@ class RegionCompiled(Record, event="region.compiled", level=logging.INFO, report
 
 
 class RowsMixed(Record, event="rows_mixed", level=logging.WARNING, report="rows_mixed"):
-    """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
+    """Padding of `size` would change real rows of a piece's result, or state: no batch is padded,
+    or none of up to `end` tokens beyond `end`. Without a piece it is a choice or a number."""
 
-    piece: int
+    piece: int | None
     result: str
     where: str | None
     size: str
+    end: int | None = None
 
 
 class UnwatchedTensors(

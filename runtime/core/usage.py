@@ -75,6 +75,12 @@ class Usage:
         self._sum()
         return [self._sizes[num_tokens] for num_tokens in range(largest + 1)]
 
+    def by_graph(self) -> dict[int, int]:
+        """Steps by graph index."""
+        self._sum()
+        steps = {graph_index: steps for graph_index, (steps, _) in self._graphs.items()}
+        return {**steps, NO_GRAPH: self._without.total()}
+
     def rows(self) -> list[dict[str, Any]]:
         """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...config import Config, named_ops, without_tokens
 from ...dispatch import (
     Dispatcher,
+    DispatchPlan,
     GraphMode,
     PaddingLimit,
     Phase,
@@ -28,7 +30,7 @@ from .policy import Policy, dispatch_plan
 NO_PADDING = PaddingLimit(tokens=0)
 
 
-FindMixedRows = Callable[..., Iterable[RowsMixed]]
+FindMixedRows = Callable[..., Iterable[RowsMixed | str]]
 """`parts.proof.row_mixing.find_mixed_rows`."""
 
 
@@ -55,36 +57,46 @@ class ModelPolicy:
         ends = tuple(trace.plan.ranges[-1].high for trace in compiled.traces()[:-1])
         plan = replace(dispatch_plan(mode, config).without_sizes_below(lows[0]), ends=ends)
         pads = config.sizes.padding_limit != NO_PADDING
-        if plan.entries and pads and self._mixes_rows(compiled):
+        mixed = self._mixed_rows(compiled, plan) if plan.entries and pads else []
+        if any(each.end is None for each in mixed):
             unpadded = dispatch_plan(mode, config.changed(sizes={"padding_limit": NO_PADDING}))
             plan = replace(unpadded.without_sizes_below(lows[0]), ends=ends)
+        elif mixed:
+            plan = replace(plan, ends=tuple(sorted({*ends, *(each.end or 0 for each in mixed)})))
         for size in _padded_whole(compiled, config, self.owned) if plan.entries else ():
-            if self._mixes_rows(compiled, size):
+            if self._mixed_rows(compiled, plan, size):
                 plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
                 break
         return Policy(self.resolved, Dispatcher(plan))
 
-    def _mixes_rows(self, compiled: CompiledModel, size: str = TOKENS) -> bool:
-        """Whether padding of `size` would change real rows."""
+    def _mixed_rows(
+        self, compiled: CompiledModel, plan: DispatchPlan, size: str = TOKENS
+    ) -> list[RowsMixed]:
+        """Where padding of `size` would change real rows or state."""
         if self.find_mixed_rows is None:
-            return False
+            return []
         labels = [item.label for item in compiled.plan.inputs]
         padding = {label: padding_policy(self.config.steps, label) for label in labels}
-        sentinels = {name: each.value for name, each in padding.items() if each.is_sentinel}
         with preserve_rng_state(), torch.no_grad():
             ops = named_ops(self.config.splitting_ops)
             split = compiled.traced and not compiled.plan.cuts()
-            forward = None if split else recordable(compiled, ops)
-            pieces = [
-                mixed
+            found = [
+                record
                 for trace in compiled.traces()
-                for mixed in self.find_mixed_rows(
-                    trace, self.device, size=size, sentinels=sentinels, forward=forward
+                for record in self.find_mixed_rows(
+                    trace, self.device, size=size,
+                    captured={entry.descriptor.num_tokens for entry in plan.entries},
+                    sentinels={n: each.value for n, each in padding.items() if each.is_sentinel},
+                    forward=None if split else recordable(compiled, ops),
                 )
-            ]
-        for mixed in pieces:
-            self.records.add(mixed)
-        return bool(pieces)
+            ]  # fmt: skip
+        for reason in found:
+            if isinstance(reason, str):
+                self.records.events.emit("rows_unchecked", level=logging.INFO, reason=reason)
+        mixed = [record for record in found if isinstance(record, RowsMixed)]
+        for record in mixed:
+            self.records.add(record)
+        return mixed
 
 
 def find_bucket_holes(config: Config, records: Records) -> None:

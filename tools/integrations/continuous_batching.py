@@ -20,7 +20,17 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ... import Batch, BatchDescriptor, Config, Events, PreparedModel, RuntimeMode, prepare
+from ... import (
+    Batch,
+    BatchDescriptor,
+    Config,
+    Events,
+    PreparedModel,
+    RuntimeMode,
+    Shadow,
+    prepare,
+)
+from ...runtime.tensors_by_path import tensors_by_path
 from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule
 from .unused import warn_if_unused
 
@@ -40,8 +50,12 @@ def accelerate(
     """
     base = model.base_model
     mode = "NONE" if model.device.type == "cpu" else "PIECEWISE"
-    config = (config or Config(graph_mode=mode)).changed(
-        inputs=INPUTS, splitting_ops=(SPLITTING_OP,), attention={"support": "NEVER"}
+    config = config or Config(graph_mode=mode)
+    config = config.changed(
+        shadow=config.shadow or Shadow(),
+        inputs=INPUTS,
+        splitting_ops=(SPLITTING_OP,),
+        attention={"support": "NEVER"},
     )
     if config.cache and config.cache.verify_bundle == "background":
         config = config.changed(**{"cache.verify_bundle": "before"})
@@ -83,8 +97,10 @@ def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str,
 def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
     """The forward of the base model: a prepared step where transformers gives a paged cache."""
     most, names = prepared.config.max_num_tokens, tuple(inspect.signature(forward).parameters)
+    watched = None
 
     def step(*args: Any, **keywords: Any) -> Any:
+        nonlocal watched
         arguments = {**dict(zip(names, args, strict=False)), **keywords}
         input_ids = arguments.get("input_ids")
         if input_ids is None or arguments.get("cache") is None:
@@ -94,6 +110,10 @@ def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
             log.warning("a step of %d tokens is not prepared: max_num_tokens is %d",
                         num_tokens, most)  # fmt: skip
             return forward(*args, **keywords)
+        if arguments["cache"] is not watched:
+            watched = arguments["cache"]
+            for name, tensor in tensors_by_path("cache", watched):
+                prepared.watch(name, tensor)
         num_reqs = min(arguments["cu_seq_lens_q"].shape[0] - 1, prepared.config.max_num_reqs)
         decision = prepared.dispatch(Batch(num_tokens, min(num_reqs, num_tokens)))
         ids, positions = input_ids[0].long(), arguments["position_ids"][0].long()  # from int32

@@ -60,6 +60,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     yield from _record_metrics(prepared.records, others)
     yield from _recording_metrics(prepared)
     yield from _startup_metrics(prepared.records)
+    yield from _proof_metrics(prepared)
 
 
 def _record_metrics(records: Records, kinds: Iterable[type[Record]]) -> Iterator[Metric]:
@@ -148,6 +149,19 @@ def _state_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         (),
         {(): int(background is not None and background["state"] != "compiled")},
     )
+
+
+def _proof_metrics(prepared: PreparedModel) -> Iterator[Metric]:
+    """The state of each graph, while steps are proved."""
+    labels, proofs, last = ("mode", "num_tokens", "graph_index"), {}, {}
+    for row in prepared.parts.proof.graphs() or []:
+        graph = tuple(str(row[name]) for name in labels)
+        proofs[graph] = row["proved"]
+        if row["last_step"] is not None:
+            last[graph] = row["last_step"]
+    yield _gauge("piecegraph_proofs", "Steps of each graph that were proved.", labels, proofs)
+    help = "Steps of the model up to the last proof of each graph that has one."
+    yield _gauge("piecegraph_last_proof_step", help, labels, last)
 
 
 def _recording_metrics(prepared: PreparedModel) -> Iterator[Metric]:

@@ -39,6 +39,7 @@ from ... import (
     PreparedModel,
     Ranks,
     RuntimeMode,
+    Shadow,
     prepare,
 )
 from ...errors import BundleMissing, BundleStale
@@ -267,6 +268,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         graph_mode="PIECEWISE" if piecewise else "NONE",
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
         codegen={"inductor_options": options},
+        shadow=Shadow(),
     )
     return config.changed(
         **(additional.get("piecegraph", {}) if isinstance(additional, dict) else {})

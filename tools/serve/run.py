@@ -23,6 +23,7 @@ from ... import (
     PreparedModel,
     Ranks,
     RuntimeMode,
+    Shadow,
     cache_root,
     prepare,
     switched_off,
@@ -130,6 +131,7 @@ def start_service(
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
     config = library_config(options, model)
+    config = config.changed(shadow=config.shadow or Shadow())
     if isinstance(buffers, Buckets):
         config = config.changed(
             sizes={"buckets": buffers.table.buckets, "bucket_limits": buffers.limits},

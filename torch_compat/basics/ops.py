@@ -77,6 +77,15 @@ def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool
             yield value, alias is not None and bool(alias.is_write)
 
 
+def scalar_and_size_arguments(op: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """The arguments of a call of `op` by their type: numbers and tensors, then sizes (SymInt)."""
+    numbers, sizes = list[Any](), list[Any]()
+    for position, argument in enumerate(op._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        (sizes if "int" in str(argument.type) else numbers).append(value)
+    return numbers, sizes
+
+
 def mutated_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of a call of `op` that it writes to."""
     return [value for value, written in given_arguments(op, args, kwargs) if written]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,34 @@ def holds_by_intervals(
     return decided.is_singleton() and decided.lower is sympy.true
 
 
+@contextmanager
+def symbolic_inputs(
+    inputs: Sequence[tuple[Any, Sequence[str | None]]],
+) -> Iterator[tuple[list[torch.Tensor], dict[sympy.Symbol, str], Any]]:
+    """Fake tensors in the form of `inputs`, each with the label of its dynamic sizes, in their fake
+    mode; the symbols of the labels; and the shape environment, which has the guards.
+
+    A size may be 0 or 1, and no layout decision of torch is a guard.
+    """
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv as Environment
+
+    from .tensors import FakeTensorMode
+
+    env = Environment(specialize_zero_one=False, duck_shape=False)
+    mode, sizes = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), dict[str, Any]()
+    fakes = list[torch.Tensor]()
+    with mode:
+        for tensor, labels in inputs:
+            kinds = [DimDynamic.DYNAMIC if label else DimDynamic.STATIC for label in labels]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+            fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+            for label, size in zip(labels, fakes[-1].shape, strict=True):
+                if label:
+                    state_equal(size, sizes.setdefault(label, size))
+        yield fakes, {expression_of(size): label for label, size in sizes.items()}, env
+
+
 # A shape environment: what tracing assumed about sizes.
 
 Located = tuple["sympy.Basic", str | None]
@@ -84,6 +113,12 @@ Located = tuple["sympy.Basic", str | None]
 def shape_guards(env: Any, start: int = 0) -> list[Located]:
     """Guards in the order in which they were added, from the one numbered `start`."""
     return [(guard.expr, user_line(guard.sloc)) for guard in env.guards[start:]]
+
+
+def guards_of_run(env: Any) -> list[Located]:
+    """Guards of a run without a trace, each with the line that asked for the size."""
+    frames = [(guard.expr, getattr(guard.sloc, "framework_loc", None)) for guard in env.guards]
+    return [(e, f"{frame.filename}:{frame.lineno}" if frame else None) for e, frame in frames]
 
 
 def number_of_guards(env: Any) -> int:

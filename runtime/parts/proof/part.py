@@ -1,8 +1,9 @@
-"""Steps proved while a model serves: one in N runs again, uncompiled, from the same state.
+"""Steps proved while a model serves: they run again, uncompiled, from the same state. First each
+graph is proved, at its first steps, then one step in N.
 
 Guarantee: a proved step's results, and the state that it wrote, are the uncompiled model's within a
 tolerance; otherwise the engine is given these, and the largest set that shares the cause leaves
-service. Cost: one count per step, and `share` of the time. Switch:
+service. Cost: one count and one look-up per step, and `share` of the time. Switch:
 `PIECEGRAPH_OFF=proof`; off unless `Config(shadow=...)`.
 
 What a step may write is known: inputs that the model writes to, its own weights and buffers,
@@ -36,7 +37,7 @@ from ....compile.ir.ops import is_custom, tensors_in, written_by
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
 from ....errors import SetUpOnFirstUse
-from ....torch_compat.basics.ops import call_kernel, op_name
+from ....torch_compat.basics.ops import call_kernel, is_mutable, op_name
 from ....torch_compat.basics.tensors import (
     TorchDispatchMode,
     storage_id,
@@ -44,7 +45,9 @@ from ....torch_compat.basics.tensors import (
     tree_map_only,
 )
 from ...capture.dummy_batch import model_state, preserve_rng_state
+from ...capture.installed_graph import InstalledGraph
 from ...core.allowed_work import allow_compilation
+from ...core.code import ModelCode
 from ...core.preserved import SavedMemory, StateTooLarge
 from ...core.records import ShadowStopped, WrongStep
 from ...core.step_file import write_steps
@@ -52,6 +55,7 @@ from ...core_model import CoreModel
 from ...forward_context import ForwardContext, forward_context
 from ...part import Part, Run
 from ...tensors_by_path import tensors_by_path
+from .coverage import Coverage
 from .lockstep import Lockstep, Way
 
 MOST_STATE = 1 << 30
@@ -61,6 +65,7 @@ UNSTEADY = "two uncompiled runs differ"
 MOST_UNSTEADY = 8
 """Such steps in the beginning, until no more are proved. An engine's warm-up may have some."""
 
+TOO_LARGE = f"state above {MOST_STATE >> 20} MiB"
 SET_UP = "the step set up state of the model"
 NO_TOKENS = "no tokens on a rank"
 MODEL, PADDED_MODEL, PADDED_CODE = "model", "padded model", "padded code"
@@ -92,6 +97,7 @@ class Stopped(StrEnum):
     RANDOM = "an op draws random numbers"
     UNSTEADY = "two uncompiled runs from the same state differ"
     FAILED = "the uncompiled model failed on the step's real rows"
+    REPAIR = "the model that serves instead of wrong code is not the model as it is called"
 
 
 class NotRepeatable(Exception):
@@ -114,6 +120,8 @@ class _Step:
     recorded: Any
     """Of the metadata, without its padding."""
     state: dict[str, Tensor]
+    attributes: HeldValues
+    """What Python objects held before the step."""
     before: SavedMemory
     after: SavedMemory
     results: Any = None
@@ -137,7 +145,7 @@ class ProofPart(Part):
     ) -> None:
         self.proved: Counter[tuple[str, int]] = Counter()
         self.skipped: Counter[str] = Counter()
-        self.seconds = 0.0
+        self.coverage = Coverage(settings)
         self._keep: Keep = _as_it_is
         self._rebuild: Keep = _as_it_is
         self._settings = settings
@@ -147,14 +155,13 @@ class ProofPart(Part):
         self._records = core.environment.records
         self._uncompiled = uncompiled
         self._folder = folder
-        self._left = settings.every
-        self._began = perf_counter()
         self._stopped = False
         self._steady = False
         self._waits = False
         self._waiting: _Step | None = None
         self._changing = set[str]()
         """Attributes that a step has changed."""
+        self._proved_code: Any = None
 
     def prove_with(self, keep: Keep, rebuild: Keep) -> None:
         """How to run a step again if metadata is padded to a step's descriptor.
@@ -166,13 +173,15 @@ class ProofPart(Part):
         self._keep, self._rebuild = keep, rebuild
 
     def around(self, run: Run) -> Run:
-        """`run` with a proof of each N-th step."""
+        """`run` with a proof of the first step of each graph, and of each N-th step."""
+        coverage, covered = self.coverage, self.coverage.covered
 
         def proving(
             decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
         ) -> Any:
-            self._left -= 1
-            if self._left > 0 or self._stopped:
+            coverage.left -= 1
+            is_covered = getattr(decision, "graph_index", NO_GRAPH) in covered
+            if (is_covered and coverage.left > 0) or self._stopped:
                 return run(decision, args, kwargs, metadata, stated)
             return self._due(run, decision, args, kwargs, metadata, stated)
 
@@ -194,7 +203,7 @@ class ProofPart(Part):
             return False
         state = self._state(step.args, step.kwargs)
         replaced = any(now is not step.state.get(name) for name, now in state.items())
-        if not self._all_can("state was replaced" if replaced else ""):
+        if not self._all_can(step.decision.graph_index, "state was replaced" if replaced else ""):
             return False
         self._timed(step)
         return True
@@ -208,20 +217,46 @@ class ProofPart(Part):
     def failed(self, error: Exception) -> None:
         if isinstance(error, SetUpOnFirstUse):  # both runs of a proof had the state of before
             self.proved.clear()
+            for graph_index in [*self.coverage.covered]:
+                self.coverage.forget(graph_index)
+
+    def captured(self, graph: InstalledGraph) -> None:
+        self.coverage.forget(graph.index)
+
+    def replaced(self, code: ModelCode) -> None:
+        if self._proved_code is not code.compiled.plan:
+            self._proved_code = code.compiled.plan
+            self.coverage.forget(NO_GRAPH)
+        if self._is_model(NO_GRAPH):
+            self.coverage.settle(NO_GRAPH)
+
+    def _is_model(self, graph_index: int | None) -> bool:
+        """Whether it is the model itself. Where that serves instead of wrong code it is proved."""
+        serves = graph_index == NO_GRAPH and not self._steps.code.compiled.traced
+        return serves and not self._records.of(WrongStep)
+
+    def graphs(self) -> list[dict[str, Any]]:
+        """How often each graph was proved, after which step the last time, or why not yet."""
+        steps = self._steps.usage.by_graph()
+        return self.coverage.rows(self._core.graphs.present(), steps, self._why_stopped())
+
+    def _why_stopped(self) -> str | None:
+        stopped = self._records.of(ShadowStopped)
+        return f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None
 
     def facts(self) -> dict[str, Any]:
-        stopped = self._records.of(ShadowStopped)
         shadow = {
             "every": self._settings.every,
-            "stopped": f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None,
+            "stopped": self._why_stopped(),
+            "graphs": self.graphs(),
             "proved": [
                 {"mode": mode, "num_tokens": size, "count": count}
                 for (mode, size), count in sorted(self.proved.items())
             ],
             "wrong": [wrong.facts() for wrong in self._records.of(WrongStep)],
             "skipped": dict(self.skipped),
-            "seconds": self.seconds,
-            "share": self.seconds / max(perf_counter() - self._began, 1e-9),
+            "seconds": self.coverage.seconds,
+            "share": self.coverage.share(),
         }
         return {"shadow": shadow}
 
@@ -239,29 +274,28 @@ class ProofPart(Part):
         A step that cannot be proved leaves the next one due.
         """
         step = (decision, args, kwargs, metadata, stated)
-        if decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced:
+        index = getattr(decision, "graph_index", None)
+        if index is None or self._is_model(index) or not self.coverage.is_turn(index):
             return run(*step)
-        self._left = self._settings.every
         due, skip, failure = None, "", ""
         began = perf_counter()
-        if self._waiting is not None or self.seconds > self._settings.share * (began - self._began):
+        if self._waiting is not None or not self.coverage.has_time():
             skip = "waiting" if self._waiting else "budget"
         else:
             try:
                 due = self._kept(decision, args, kwargs, metadata)
             except StateTooLarge:
-                skip = f"state above {MOST_STATE >> 20} MiB"
+                skip = TOO_LARGE
             except Exception as error:
                 failure = f"{type(error).__name__}: {first_line(error)}"
-        held = self._held() if due is not None else None
-        self.seconds += perf_counter() - began
+        self.coverage.seconds += perf_counter() - began
         results = run(*step)
         num_tokens = self._steps.context.num_tokens
         skip = skip or ("" if num_tokens else NO_TOKENS)
-        if held is not None and (set_up := set(held.changed()) - self._changing):
+        if due is not None and (set_up := set(due.attributes.changed()) - self._changing):
             self._changing |= set_up
             skip = SET_UP  # the second run would find it set up
-        if not self._all_can(skip, failure) or due is None:
+        if not self._all_can(index, skip, failure) or due is None:
             return results
         due.results, due.num_tokens = results, num_tokens
         due.decision = self._steps.context.decision
@@ -278,18 +312,24 @@ class ProofPart(Part):
         modules = dict(self._steps.code.compiled.model.named_modules())
         return HeldValues(modules | {f"layers[{name!r}]": each for name, each in layers})
 
-    def _all_can(self, skip: str, failure: str = "") -> bool:
+    def _all_can(self, graph_index: int, skip: str, failure: str = "") -> bool:
         """Whether all ranks can prove this step; else why not, or why no further step, is noted."""
         stated = self._exchange("step to prove", {"skip": skip, "failure": failure})
         for reason in filter(None, (one["failure"] for one in stated)):
             self.stop(Stopped.FAILED, reason)
             return False
         for reason in filter(None, (one["skip"] for one in stated)):
-            self.skipped[reason] += 1
-            if reason == SET_UP:
-                self._left = 1
+            self._skip(graph_index, reason)
+            if reason == TOO_LARGE:
+                self.coverage.settle(graph_index)
+            elif reason == SET_UP:
+                self.coverage.left = 1
             return False
         return True
+
+    def _skip(self, graph_index: int, why: str) -> None:
+        self.skipped[why] += 1
+        self.coverage.skip(graph_index, why)
 
     def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
         recorded = self._keep(metadata, decision)
@@ -300,7 +340,8 @@ class ProofPart(Part):
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
         state = self._state(args, kwargs)
         before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
-        return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
+        held = self._held()
+        return _Step(decision, args, kwargs, metadata, recorded, state, held, before, before)
 
     def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
         """What a step may write, by name: each memory once."""
@@ -318,14 +359,16 @@ class ProofPart(Part):
         return dict(each_once.values())
 
     def _timed(self, step: _Step) -> Any:
-        began = perf_counter()
+        began, synchronize = perf_counter(), self._core.environment.backend.synchronize
         with_grad = torch.is_grad_enabled()
+        synchronize()  # a copy to metadata that is rebuilt may still have to read its source
         try:
             with allow_compilation(), torch.no_grad(), preserve_rng_state():
                 return self._proved(step)
         finally:
+            synchronize()
             torch.set_grad_enabled(with_grad)
-            self.seconds += perf_counter() - began
+            self.coverage.seconds += perf_counter() - began
 
     def _proved(self, step: _Step) -> Any:
         """The step's results, or those of the uncompiled model if they are others.
@@ -349,7 +392,7 @@ class ProofPart(Part):
                 verdict["wrong"] = [list(Cause).index(cause), graphs, apart, wrong.tolerance]
                 if not self._waits:  # later steps have built on what it wrote
                     now.restore()
-                    right, _, final = self._run(step, MODEL)
+                    right, _, final = self._run(step, MODEL, repairs=True)
         except NotRepeatable as error:
             verdict["stop"] = [error.reason, error.detail]
         except Exception as error:
@@ -367,37 +410,48 @@ class ProofPart(Part):
             self.stop(Stopped(reason), detail)
             return
         if any(one["unsteady"] for one in verdicts):
-            self.skipped[UNSTEADY] += 1
+            self._skip(step.decision.graph_index, UNSTEADY)
             if self.skipped[UNSTEADY] == MOST_UNSTEADY:
                 self.stop(Stopped.UNSTEADY)
             return
         decision = step.decision
         self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
+        self.coverage.prove(decision.graph_index, sum(self._steps.usage.by_graph().values()))
+        repaired = decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced
         wrong = [one["wrong"] for one in verdicts if one["wrong"]]
         if wrong:
             cause, _, apart, tolerance = max(wrong, key=itemgetter(0))
             graphs = sorted({graph for _, graphs, *_ in wrong for graph in graphs})
             self._book(step, apart, tolerance, list(Cause)[cause], graphs, is_wrong)
+            if repaired:
+                self.stop(Stopped.REPAIR, f"a step of {step.num_tokens} tokens")
 
     def _again(self, step: _Step) -> Any:
         """The uncompiled model on the real rows."""
         return self._compared(step, *self._run(step, MODEL))
 
     def _run(
-        self, step: _Step, way: Way, start: SavedMemory | None = None
+        self, step: _Step, way: Way, start: SavedMemory | None = None, repairs: bool = False
     ) -> tuple[Any, SavedMemory, SavedMemory]:
         """What a run gives from a state, that before the step unless one is given, and the state
-        around it. Other ranks make the same run."""
+        around it. Other ranks make the same run. Python objects hold afterwards what they held
+        before, unless the run repairs."""
         assert step.ranks is not None
-        return step.ranks.run(  # type: ignore[no-any-return]
-            way, lambda way: self._run_alone(step, way, start or step.before)
-        )
+        held = self._held()
+        try:
+            return step.ranks.run(  # type: ignore[no-any-return]
+                way, lambda way: self._run_alone(step, way, start or step.before)
+            )
+        finally:
+            if not repairs:
+                held.restore()
 
     def _run_alone(
         self, step: _Step, way: Way, start: SavedMemory
     ) -> tuple[Any, SavedMemory, SavedMemory]:
         decision, run = self._way(step, way)
         start.restore()
+        step.attributes.restore()
         same = decision.descriptor == step.decision.descriptor and not self._waits
         metadata = step.metadata if same else self._rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
@@ -570,7 +624,7 @@ class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotRepeatable(Stopped.RANDOM, op_name(func))
-        for tensor in written_by(func, args, given):
+        for tensor in written_by(func, args, given) if is_mutable(func) else ():
             if tensor.numel() and storage_id(tensor) not in self._may_write:
                 raise NotRepeatable(Stopped.UNDECLARED, f"{op_name(func)} {list(tensor.shape)}")
         if is_custom(func):
@@ -578,9 +632,10 @@ class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = call_kernel(func, args, given)
         else:
             result = func(*args, **given)
-        read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
-        fresh = {storage_id(each) for each in tensors_in(result)}
-        self._may_write |= fresh - {storage_id(each) for each in read}
+        fresh = {storage_id(each) for each in tensors_in(result)} - self._may_write
+        if fresh:
+            read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
+            self._may_write |= fresh - {storage_id(each) for each in read}
         return result
 
 

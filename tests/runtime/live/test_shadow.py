@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
+from piecegraph import (
+    Batch,
+    Config,
+    PreparedModel,
+    RuntimeMode,
+    get_forward_context,
+    prepare,
+)
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import assemble
@@ -92,6 +100,7 @@ def test_wrong_code_is_replaced_by_the_model(
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
     served = prepare_live(shadow=EACH, cache=False)
     served.prepared.capture()
@@ -239,6 +248,39 @@ def test_memory_that_is_not_known_as_state_is_never_written(
     (stopped,) = served.prepared.records.of(ShadowStopped)
     assert stopped.reason == Stopped.UNDECLARED
     assert stopped.detail == "aten::add_ [1]"
+
+
+def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(
+    prepare_live: Prepare, temporary_op: Callable[..., str]
+) -> None:
+    def alternate(x: torch.Tensor, out: torch.Tensor) -> None:
+        stage = get_forward_context().layers["stage"]
+        stage.turns = [*getattr(stage, "turns", ()), len(x)]
+        out.copy_(x * len(stage.turns))
+
+    op = temporary_op("live_tests::alternate", "(Tensor x, Tensor(a!) out) -> ()", alternate)
+
+    class Alternating(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            torch.ops.live_tests.alternate(x, out)
+            return super().forward(out)
+
+    served = prepare_live(Alternating(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served.prepared.capture()
+    served.stage.turns = []
+    for _ in range(3):
+        served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))
+    assert len(served.stage.turns) == 3
+    facts = served.prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+    assert sum(row["proved"] for row in facts["graphs"]) == 3
+    served.prepared.shadow_idle()
+    for _ in range(2):  # the first of them is proved after the second
+        served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))
+    assert served.prepared.shadow_idle()
+    assert len(served.stage.turns) == 5
+    assert served.prepared.report()["shadow"]["wrong"] == []
 
 
 class Decoder(torch.nn.Module):
@@ -393,17 +435,18 @@ class Restless(Decoder):
     """Gives another result each time, as long as `warms_up`."""
 
     warms_up = True
-    calls = 0
+    calls = count()  # no proof sets it back
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x, slots) + (self.calls if self.warms_up else 0)
+        calls = next(self.calls)
+        return super().forward(x, slots) + (calls if self.warms_up else 0)
 
 
 @pytest.mark.parametrize("warm_up", [3, 12])
 def test_steps_that_cannot_be_compared_in_the_beginning(
-    prepare_decoder: Callable[..., PreparedModel], warm_up: int
+    prepare_decoder: Callable[..., PreparedModel], monkeypatch: pytest.MonkeyPatch, warm_up: int
 ) -> None:
+    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
         decode(prepared)
@@ -446,6 +489,53 @@ def test_proofs_beyond_their_share_of_the_time_are_skipped(
     facts = prepared.report()["shadow"]
     assert sum(row["count"] for row in facts["proved"]) == 1
     assert facts["skipped"] == {"budget": 2}
+
+
+def test_each_graph_is_proved_at_its_first_steps_then_one_step_in_many(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(capture_sizes=(2, 4, 8), shadow={"every": 50, "share": 1.0})
+    for _ in range(20):
+        for size in (2, 4):
+            decode(prepared, size)
+    graphs = {row["num_tokens"]: row for row in prepared.report()["shadow"]["graphs"]}
+    assert [graphs[size]["proved"] for size in (2, 4, 8)] == [1, 1, 0]
+    assert [graphs[size]["last_step"] for size in (2, 4, 8)] == [1, 2, None]
+    assert graphs[8]["not_yet"] == "no step"
+    decode(prepared, 7)  # the one that is behind comes before the others' turn
+    for _ in range(60):
+        decode(prepared, 4)
+    graphs = {row["num_tokens"]: row for row in prepared.report()["shadow"]["graphs"]}
+    assert [graphs[size]["proved"] for size in (2, 4, 8)] == [1, 2, 1]
+    prepared.release()
+    prepared.capture()
+    assert not any(row["proved"] for row in prepared.report()["shadow"]["graphs"])
+    decode(prepared, 2)
+    assert prepared.report()["shadow"]["graphs"][-1]["proved"] == 1
+
+
+@pytest.mark.parametrize(
+    "steps", [pytest.param(8000, marks=[pytest.mark.heavy, pytest.mark.timeout(900)]), 600]
+)
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
+def test_graphs_that_serve_are_proved_within_the_share(
+    prepare_decoder: Callable[..., PreparedModel], steps: int, mode: str, strategy: str
+) -> None:
+    shadow = {"every": 1000, "share": 0.05 if steps > 1000 else 0.3}
+    sizes = (1, 2, 4, 8, 16)
+    prepared = prepare_decoder(
+        strategy=strategy, graph_mode=mode, shadow=shadow, capture_sizes=sizes
+    )
+    draws = torch.randint(1, 17, (steps,), generator=torch.Generator().manual_seed(0)).tolist()
+    for size in draws:
+        decode(prepared, size)
+    facts = prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+    served = [row for row in facts["graphs"] if row["steps"] >= 10]
+    assert len(served) >= len(sizes)
+    assert all(row["proved"] for row in served), facts
+    assert facts["share"] <= shadow["share"]
 
 
 def test_the_metric_counts_wrong_steps(prepare_decoder: Callable[..., PreparedModel]) -> None:

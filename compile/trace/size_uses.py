@@ -1,0 +1,171 @@
+"""How a model uses its number of tokens other than as a shape: as a number, and to choose.
+
+Rows of a batch of 5 tokens may be other ones in a batch padded to 8 if the model multiplies by the
+number of tokens, or runs other code up to 6. A trace states its choices as guards; a model that is
+not traced runs once on symbolic sizes for each way through its Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.fx.node import map_arg
+
+from ...torch_compat.basics.ops import (
+    is_higher_order,
+    is_op,
+    overload_name,
+    overload_of,
+    scalar_and_size_arguments,
+)
+from ...torch_compat.basics.symbolic import (
+    Symbolic,
+    expression_of,
+    guards_of_run,
+    python_text,
+    symbolic_inputs,
+)
+from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.tracing.dynamo import reasoning_about_sizes
+from ..ir.config import TOKENS, DynamicShapes
+from ..ir.locations import node_location, short_location, user_line
+from ..ir.ops import FakeWrites, tensors_in
+from ..ir.plan import SizeUse
+from .examples import Dims
+
+MAX_WAYS = 8
+"""Ways through the Python of a model that is not traced, at most; with more it is not padded."""
+
+
+class NumberUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes sizes that operators called inside are given as numbers, each with the user's line.
+
+    By the schema of an operator a shape is a SymInt, and a number a Scalar or a Tensor. A Scalar
+    that alone gives the result its shape, as the end of `arange`, is a shape as well.
+    """
+
+    def __init__(self, line: Callable[[], str | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[sympy.Expr, str | None] = {}
+        self._line = line
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_higher_order(func):
+            numbers, sizes = scalar_and_size_arguments(func, args, kwargs or {})
+            read = [*_sizes_of(numbers), *_symbols(sizes)]
+            for number in map(expression_of, _symbolic(numbers)):
+                shapes = _sizes_of(result)
+                if number not in self.found and not (shapes and not read):
+                    self.found[number] = self._line()
+        return result
+
+
+def _symbolic(values: Any) -> list[Any]:
+    return [each for each in tree_leaves(values) if isinstance(each, Symbolic)]
+
+
+def _symbols(values: Any) -> set[Any]:
+    return {s for each in _symbolic(values) for s in expression_of(each).free_symbols}
+
+
+def _sizes_of(values: Any) -> set[Any]:
+    """The symbols of the sizes of tensors."""
+    return {s for tensor in tensors_in(values) for s in _symbols([*tensor.shape])}
+
+
+def uses_in_trace(
+    graph: Graph, tokens: sympy.Symbol, splitting: Sequence[str]
+) -> tuple[SizeUse, ...]:
+    """The numbers of tokens that operators of a traced graph are given. Ops of `splitting` run
+    between pieces, and no run of a piece shows what they do with it."""
+    found = dict[tuple[str, bool], SizeUse]()
+    for node in graph.nodes:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
+        fakes = tensors_in(node.meta.get("example_value"))
+        if not (fakes and _symbols((args, kwargs))):
+            continue
+        target: Any = node.target
+        uses = NumberUses(partial(short_location, node_location(node)))
+        try:
+            call = target if callable(target) else getattr(args[0], target)
+            with fakes[0].fake_mode, torch.no_grad(), uses:  # type: ignore[attr-defined]
+                call(*(args if callable(target) else args[1:]), **kwargs)
+        except Exception:  # an operator that needs more than a node tells
+            continue
+        is_choice = is_op(target) and overload_name(overload_of(target)) in splitting
+        for use in _stated(uses.found, tokens, is_choice):
+            found.setdefault((use.expression, is_choice), use)
+    return tuple(found.values())
+
+
+def uses_of_forward(
+    run: Callable[[list[Tensor]], Any],
+    inputs_at: Callable[[int], Sequence[tuple[Tensor, Dims]]],
+    limits: tuple[int, int],
+) -> Iterator[SizeUse]:
+    """The uses of a model that is not traced: `run` calls it on fake inputs in the form of those
+    that `inputs_at` gives for a number of tokens. Raises what the model does.
+
+    Each run is one way through its Python, for the sizes at which all of its guards hold.
+    """
+    low, high = limits
+    remaining, narrow, where = [*range(low, high + 1)], 0, None
+    seen = set[tuple[bool, ...]]()
+    for _ in range(MAX_WAYS):
+        if not remaining or narrow == 2:
+            break
+        size = min(remaining, key=lambda n: abs(n - _EXAMPLE))
+        covered = {*remaining}
+        for use in _one_way(run, inputs_at(size)):
+            values = use.values(high)
+            if use.is_choice and all(values[low:]):
+                continue
+            if use.is_choice:
+                where = use.where
+                covered = {n for n in covered if values[n]}
+            changes = (use.is_choice, *(value == values[high] for value in values[low:]))
+            if changes not in seen:
+                seen.add(changes)
+                yield use
+        narrow += len(covered) < 2
+        remaining = [n for n in remaining if n not in covered and n != size]
+    if remaining:
+        yield SizeUse(expression=TOKENS, where=where, is_choice=True)
+
+
+_EXAMPLE = 17
+"""A size that no model treats specially."""
+
+
+def _one_way(
+    run: Callable[[list[Tensor]], Any], inputs: Sequence[tuple[Tensor, Dims]]
+) -> list[SizeUse]:
+    with (
+        reasoning_about_sizes(DynamicShapes.BACKED_SIZE_OBLIVIOUS.value),
+        symbolic_inputs(inputs) as (fakes, labels, env),
+        FakeWrites(fakes[0].fake_mode),  # type: ignore[attr-defined]
+        NumberUses(user_line) as uses,
+    ):
+        run(fakes)
+        tokens = next(symbol for symbol, label in labels.items() if label == TOKENS)
+        guards = dict(guards_of_run(env))
+        return [*_stated(guards, tokens, True), *_stated(uses.found, tokens, False)]
+
+
+def _stated(
+    found: Mapping[Any, str | None], tokens: sympy.Symbol, is_choice: bool
+) -> Iterator[SizeUse]:
+    """In the name of the number of tokens. What depends on other sizes as well is not known: its
+    value is that of no other size."""
+    for expression, where in found.items():
+        if tokens in expression.free_symbols:
+            named = expression.xreplace({tokens: sympy.Symbol(TOKENS, integer=True)})
+            text = python_text(named) if len(expression.free_symbols) == 1 else TOKENS
+            yield SizeUse(expression=text, where=where, is_choice=is_choice)

@@ -1,0 +1,318 @@
+"""Runs of one piece on random inputs, at any size and with any padding, and how they differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....compile.guards.tolerance import differences, precision
+from ....compile.ir.config import TOKENS
+from ....compile.ir.locations import op_line
+from ....compile.ir.plan import PieceStep, Plan, evaluated
+from ....compile.plan.compiled_model import CompiledModel
+from ....compile.plan.result_forms import CheckedOps
+from ...core.preserved import SavedMemory
+from .without_breaks import MIXING, Shape, State, WithoutBreaks, box, extreme_rows
+
+Sizes = Mapping[str, int]
+"""By label."""
+
+Found = tuple[str, str | None]
+"""The name of a result or of state that padding changes, and the user's line."""
+
+_SEEDS = (0, 1, 2)
+_ANY = re.compile("")
+
+
+def same_size(eps: float) -> float:
+    """The largest difference relative to the largest element of a row, by the dtype's precision.
+    Rows that are grouped by expert are multiplied in groups whose sizes depend on other rows."""
+    return 64 * eps
+
+
+def other_size(eps: float) -> float:
+    """That of kernels of another size."""
+    return max(1e-2, 16 * eps)
+
+
+def other_number(eps: float) -> float:
+    """That where the model has made another number of its number of tokens."""
+    return min(1e-2, 64 * eps)
+
+
+@dataclass
+class _Outcome:
+    """What a run gave, by name: tensors with rows of the batch, and memory that stays."""
+
+    rows: dict[str, Tensor]
+    state: dict[str, State]
+
+
+@dataclass
+class Trials:
+    """Runs of one piece on random inputs, of any size up to the `largest`.
+
+    `sentinels` are values of padding by input.
+    """
+
+    compiled: CompiledModel
+    step: PieceStep
+    untraced: WithoutBreaks | None
+    device: torch.device
+    largest: Sizes
+    sentinels: Mapping[str, float]
+    _made: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """By seed for each argument rows, and extreme ones."""
+    _forms: dict[int, list[Shape]] = field(default_factory=dict)
+    """Of what breaks return, by number of tokens."""
+    _last: tuple[int, _Outcome, _Outcome] | None = None
+    """The last size, and the outcomes of its smallest batch, alone and padded."""
+
+    @property
+    def piece(self) -> int:
+        return self.step.piece
+
+    def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
+        """The first result, or state, that depends on padding; and the user's line."""
+
+        def test(seed: int) -> dict[str, Tensor]:
+            alone, first = self._run(seed, real, real), self._run(seed, real, padded)
+            second = self._run(seed, real, padded, extreme=True)
+            moved = self._moved(seed, real, padded)
+            depends = _differing(alone, first, second, same_size, moved)
+            return _differing(alone, alone, first, other_size, moved) | depends
+
+        return self._confirmed(test)
+
+    def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
+        """Sizes beyond which batches must not be padded: below `size`, for a batch of `first`
+        tokens; and, if they are `joined`, between the size before and `first`.
+
+        Two runs, as the sizes ascend; whatever differs is tried again with other inputs.
+        """
+        real, padded = self._at(first), self._at(size)
+        alone, ends = self._run(_SEEDS[0], real, real), list[tuple[int, Found]]()
+        if self._last is not None and joined:
+            end, fewer, more = self._last
+            fewer, more, these = (_Outcome(each.rows, {}) for each in (fewer, more, alone))
+            apart = _differing(fewer, more, these, other_size, None)
+            if apart and (found := self.differs(end, first)):
+                ends.append((end, found))
+        whole = alone
+        if first < size:
+            whole = self._run(_SEEDS[0], real, padded, extreme=True)
+            moved = self._moved(_SEEDS[0], real, padded)
+            apart = _differing(alone, alone, whole, other_size, moved)
+            if apart and (found := self.differs(first, size)):
+                ends.append((size - 1, found))
+        self._last = size, alone, whole
+        return ends
+
+    def reaches(self, num_tokens: int, padded: int) -> bool:
+        """Whether a number that is another one at these sizes reaches a real row, or state."""
+        return self.differs(num_tokens, padded, other_number) is not None
+
+    def differs(
+        self, num_tokens: int, padded: int, limit: Callable[[float], float] = other_size
+    ) -> Found | None:
+        """As `mixes`, for a number of tokens padded to another."""
+        real, size = self._at(num_tokens), self._at(padded)
+
+        def test(seed: int) -> dict[str, Tensor]:
+            alone = self._run(seed, real, real)
+            whole = self._run(seed, real, size, extreme=True)
+            return _differing(alone, alone, whole, limit, self._moved(seed, real, size))
+
+        return self._confirmed(test)
+
+    def _at(self, num_tokens: int) -> Sizes:
+        return {**any_sizes(self.compiled.plan), TOKENS: num_tokens}
+
+    def _confirmed(self, test: Callable[[int], dict[str, Tensor]]) -> Found | None:
+        """The first name for which a row differs whatever the inputs are."""
+        common: dict[str, Tensor] | None = None
+        for seed in _SEEDS:
+            rows = test(seed)
+            if common is not None:
+                both = {name: common[name] & rows[name] for name in common if name in rows}
+                rows = {name: each for name, each in both.items() if each.any()}
+            if not rows:
+                return None
+            common = rows
+        assert common
+        name = next(iter(common))
+        text = self.compiled.plan.pieces[self.piece].text
+        if self.untraced is not None:
+            name, where = self.untraced.named.get(name, (name, self.untraced.mixes_at))
+            return name, where or op_line(text, MIXING)
+        written = re.compile(re.escape(name.replace(".", "_")) + r"_?(\.\w+_\(|\[)")
+        return name, op_line(text, written) or op_line(text, MIXING) or op_line(text, _ANY)
+
+    def _moved(self, seed: int, real: Sizes, padded: Sizes) -> Callable[[], _Outcome] | None:
+        """The padded run with padding that points to a real row, if the user states where padding
+        points: what only the stated value reaches is reserved for padding."""
+        pads = any(self._sentinel(name) is not None for name in self.step.args)
+        return (lambda: self._run(seed, real, padded, extreme=True, moved=True)) if pads else None
+
+    def _sentinel(self, name: str) -> float | None:
+        inputs = self.compiled.plan.inputs
+        return next((self.sentinels.get(item.label) for item in inputs if item.name == name), None)
+
+    def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
+        """For each argument that is a tensor; of no elements for the others."""
+        if seed not in self._made:
+            generator = torch.Generator().manual_seed(seed)
+            self._made[seed] = [self._input(name, generator) for name in self.step.args]
+        return self._made[seed]
+
+    def _input(self, name: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        plan = self.compiled.plan
+        if _weight(plan, name) is not None or name in {symbol.name for symbol in plan.symbols}:
+            return torch.empty(0), torch.empty(0)
+        dtype, dims = form_of(plan, name)
+        rows = _random(dtype, _shape(dims, self.largest, plan), generator)
+        if self._sentinel(name) in (0, 1):
+            rows.fill_(1 - self._sentinel(name))  # type: ignore[operator]
+        symbolic = [dim for dim, size in enumerate(dims) if isinstance(size, str)]
+        return rows.to(self.device), extreme_rows(rows, symbolic).to(self.device)
+
+    def _run(
+        self, seed: int, real: Sizes, padded: Sizes, extreme: bool = False, moved: bool = False
+    ) -> _Outcome:
+        """On inputs of `padded` sizes, of which those beyond the `real` ones are padding."""
+        plan, weights = self.compiled.plan, self.compiled.weights
+        sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
+        args, tensors = list[Any](), dict[str, Tensor]()
+        for name, (rows, padding) in zip(self.step.args, self._inputs(seed), strict=True):
+            if (target := _weight(plan, name)) is not None:
+                args.append(weights[target])
+            elif name in sizes:
+                args.append(sizes[name])
+            else:
+                _, dims = form_of(plan, name)
+                window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
+                source = padding if extreme and real != padded else rows
+                value = source[window].clone(memory_format=torch.contiguous_format)
+                if (sentinel := self._sentinel(name)) is not None:
+                    value.fill_(float(sentinel == 0) if moved else sentinel)
+                value[inside] = rows[inside]
+                args.append(value)
+                tensors[name] = value
+        # torch's manual_seed formats a stack for each kind of device
+        (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(0)
+        pointers = [each for pair in self._inputs(_SEEDS[0]) for each in pair] + [*tensors.values()]
+        written = {i.name: i for i in plan.inputs if i.written and i.name in tensors}
+        before = {name: tensors[name].clone() for name in written}
+        if self.untraced is None:
+            with CheckedOps() if real == padded else nullcontext():  # type: ignore[no-untyped-call]
+                names, results, state = self._of_piece(args, pointers, padded)
+        else:
+            forms = self._forms.get(real[TOKENS]) if extreme else None
+            results, state = self.untraced.run(args, pointers, forms)
+            names = [*self.step.outs, *self.untraced.arguments]
+            if real == padded:
+                self._forms[real[TOKENS]] = self.untraced.forms
+        unwritten = plan.pieces[self.piece].unwritten if self.untraced is None else ()
+        tensor_results = {
+            f"{name}: {plan.shapes[name]}" if name in plan.shapes else name: one
+            for at, (name, one) in enumerate(zip(names, results, strict=True))
+            if isinstance(one, Tensor) and at not in unwritten
+        }
+        for name, item in written.items():
+            if any(isinstance(size, str) for size in item.shape):
+                tensor_results[item.label] = tensors[name]
+            else:
+                state[item.label] = State(before[name], tensors[name])
+        return _Outcome(tensor_results, state)
+
+    def _of_piece(
+        self, args: list[Any], pointers: list[Tensor], sizes: Sizes
+    ) -> tuple[list[str], list[Any], dict[str, State]]:
+        """The results of the compiled piece by name, and the weights that it writes."""
+        plan, weights = self.compiled.plan, self.compiled.weights
+        kept = [w.target for w in plan.weights if w.written and w.name in self.step.args]
+        span = next(span for span in plan.ranges if sizes[TOKENS] <= span.high)
+        memory = SavedMemory([weights[target] for target in kept], pointers, check=True)
+        try:
+            results = self.compiled.pieces[span.artifacts[self.piece]](args)
+            results = [one.clone() if isinstance(one, Tensor) else one for one in results]
+            after = memory.now().values()
+        finally:
+            memory.restore()
+        memory.check()
+        buffers = {id(tensor): name for name, tensor in self.compiled.model.named_buffers()}
+        names = [buffers.get(id(weights[target]), target) for target in kept]
+        state = map(State, memory.values(), after)
+        return list(self.step.outs), results, dict(zip(names, state, strict=True))
+
+
+def _differing(
+    alone: _Outcome,
+    one: _Outcome,
+    other: _Outcome,
+    limit: Callable[[float], float],
+    moved: Callable[[], _Outcome] | None,
+) -> dict[str, Tensor]:
+    """The real rows, and the rows of state, that differ between two outcomes, by name."""
+    found = dict[str, Tensor]()
+    for name in dict.fromkeys([*one.rows, *other.rows]):
+        if name in one.rows and name in other.rows and name in alone.rows:
+            real = box(tuple(alone.rows[name].shape))
+            found[name] = _beyond(one.rows[name][real], other.rows[name][real], limit)
+        else:
+            found[name] = torch.ones(1, dtype=torch.bool)
+    states = [each.state for each in (one, other, alone)]
+    for name in dict.fromkeys([*one.state, *other.state]):
+        before = next(state[name].before for state in states if name in state)
+        first, second, model = (_after(state, name, before) for state in states)
+        found[name] = _beyond(first, second, limit)
+        if moved is not None and found[name].any():
+            reserved = _after(moved().state, name, before) == model
+            found[name] = _beyond(first, torch.where(reserved, first, second), limit)
+    return {name: rows for name, rows in found.items() if rows.any()}
+
+
+def _after(state: Mapping[str, State], name: str, before: Tensor) -> Tensor:
+    """What memory holds after a run, which may not have written it."""
+    return state[name].after if name in state else before
+
+
+def _beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:
+    """The rows that differ by more than the limit."""
+    eps = precision(one.dtype) if one.dtype.is_floating_point or one.dtype.is_complex else 1.0
+    return differences(one, other) * eps > limit(eps)
+
+
+def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
+    """Dtype and symbolic shape of a tensor value; sizes and weights have none."""
+    for item in plan.inputs:
+        if item.name == name:
+            return item.dtype, item.shape
+    dtype, _, dims = plan.shapes.get(name, "uint8[]").partition("[")
+    return dtype, tuple(filter(None, dims.removesuffix("]").split(", ")))
+
+
+def _weight(plan: Plan, name: str) -> str | None:
+    return next((weight.target for weight in plan.weights if weight.name == name), None)
+
+
+def _shape(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
+    values = {**sizes, **{s.name: sizes[s.label] for s in plan.symbols}}
+    return tuple(evaluated(dim, values) for dim in shape)
+
+
+def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.is_floating_point or kind.is_complex:
+        return (torch.rand(shape, generator=generator) + 0.5).to(kind)
+    return torch.randint(0, 2, shape, generator=generator).to(kind)
+
+
+def any_sizes(plan: Plan) -> dict[str, int]:
+    return {s.label: max(s.low, min(s.high, 3)) for s in plan.symbols}
