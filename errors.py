@@ -228,6 +228,11 @@ class StateChanged(CompileError):
     )
 
 
+class SettingsChanged(CompileError):
+    what = "another thread changed settings of torch while the model was compiled: {changed}"
+    todo = "Prepare it when no other thread does, such as one that loads a model."
+
+
 class TransformInForward(CompileError):
     what = "the model uses a function transform, such as torch.vmap, in its forward"
     todo = "Write that line with batched operations, or move it into a custom op."

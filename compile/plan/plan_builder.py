@@ -62,7 +62,8 @@ class PlanBuilder:
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
         self._shapes: dict[str, str] = {}
-        self._written = written_placeholders(trace)
+        self.written = written_placeholders(trace)
+        """Placeholders of arguments and weights that some node writes to."""
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -158,7 +159,7 @@ class PlanBuilder:
                     dtype=dtype,
                     shape=tuple(value.shape),
                     stride=tuple(value.stride()),
-                    written=node in self._written,
+                    written=node in self.written,
                     place=(source.root, list(source.steps)) if isinstance(source, Place) else None,
                 )
             )
@@ -172,7 +173,7 @@ class PlanBuilder:
                 dtype=dtype,
                 device=str(value.device),
                 shape=shape,
-                written=node in self._written,
+                written=node in self.written,
                 stride=_stride(value),
             )
         )

@@ -33,6 +33,7 @@ from ...torch_compat.basics.tensors import is_transformed
 from ...torch_compat.tracing.dynamo import (
     Captured,
     StateChange,
+    capture_full_graph,
     dynamo_tracing,
     import_dynamo,
     input_source,
@@ -96,7 +97,11 @@ def trace(request: CompileRequest) -> Trace:
     dynamo = events.span("trace.dynamo", level=logging.INFO)
     with dynamo, dynamo_tracing(config.code.dynamic_shapes.value):
         try:
-            captured = capture(model, args, kwargs, events)
+            captured = (
+                capture(model, args, kwargs, events)
+                if request.copies_layers
+                else capture_full_graph(model, args, kwargs)
+            )
         except Exception as error:  # Dynamo also raises many exceptions other than its own
             where = user_location(error)
             if op := unsupported_op(error):
