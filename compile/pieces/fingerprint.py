@@ -187,7 +187,8 @@ class _Writer:
 
     def _place(self, tensor: torch.Tensor) -> tuple[str, str]:
         """The offset in its memory, and the number of that."""
-        storage, offset = storage_id(tensor), tensor.storage_offset()
+        storage = storage_id(tensor)
+        offset: Any = tensor.storage_offset()
         weight = WEIGHT in self._node.meta
         memory = None if weight else self._inputs.get(storage) or self._memory.get(storage)
         if memory is None:

@@ -83,11 +83,8 @@ def test_a_layout_is_no_difference(plan: Plan, tmp_path: Path, seed: int) -> Non
 def test_weights_on_top_of_each_other_are_no_difference_unless_one_is_written(
     plan: Plan, tmp_path: Path
 ) -> None:
-    flat = torch.full((64,), 0.5)
-    places = (
-        (lambda values: torch.full_like(values, 0.5)),
-        lambda v: flat[: v.numel()].view(v.shape),
-    )
+    flat = torch.zeros(64)
+    places = torch.clone, lambda values: flat[: values.numel()].view(values.shape)
     for kind, differs in ((Stack, False), (Counting, True)):
         apart, shared = (moved(kind(LAYERS), place) for place in places)
         made = start(apart, tmp_path / kind.__name__, splitting_ops=MIX).compiled.plan

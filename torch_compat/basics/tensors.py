@@ -162,8 +162,8 @@ def fresh_fake_mode() -> Any:
 
 
 def faked_again(tensor: Tensor, fake_mode: Any) -> Tensor:
-    """A new fake of `tensor`, made as Dynamo does: the write count of one of a view, or of a storage
-    that has another fake, is not 0."""
+    """A new fake of `tensor`, made as Dynamo does: that of a view, or of a storage that has another
+    fake, counts writes of its own making."""
     base = whole(tensor)
     with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib import _bootstrap  # type: ignore[attr-defined]
+from importlib import _bootstrap
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def import_tracer() -> None:
 
 def _all_held(held: ExitStack) -> bool:
     """Take all locks without waiting; False if another thread is inside of an import of torch."""
-    get_lock: Callable[[str], Any] = _bootstrap._get_module_lock
+    get_lock: Callable[[str], Any] = _bootstrap._get_module_lock  # type: ignore[attr-defined]
     for name in _not_imported():
         lock = get_lock(name)
         if lock.owner is not None:
