@@ -283,7 +283,7 @@ class InputNotTraceable(CompileError):
         "the graph reads a value ({source}) that is neither an argument nor a tensor which can be "
         "reached by name from the model, a closure or a global"
     )
-    todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
+    todo = "{remedy}Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
 class ReturnedUnread(CompileError):

@@ -75,7 +75,7 @@ class Locator:
             raise Unlocatable(f"{expression} is part of an argument")
         name = spelled(located.root, located.steps, self.model)
         if located.root == MODEL:  # unlike the name of any weight
-            name = f"self{name.removeprefix('model')}"
+            name = re.sub(r"\bmodel\b", "self", name, count=1)
         return Place(located.root, located.steps, name)
 
     def is_registered(self, place: Place) -> bool:
@@ -134,6 +134,11 @@ class Locator:
                 return self._global(str(name))
             case Call(Name("__import__"), [Constant(str(name))]):
                 return Located(sys.modules[name], name)
+            case Call(Name("___from_numpy"), [inner]):
+                base = self._find(inner)
+                if not base.value.shape:  # a number is copied, so that no place has its memory
+                    raise LookupError(ast.unparse(node))
+                return base.then(torch.as_tensor(base.value), ["tensor", None])
             case Call(Name("type"), [inner]):
                 base = self._find(inner)
                 return base.then(type(base.value), ["type", None])

@@ -52,6 +52,11 @@ from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_opaque_values, inline_regions
 from .splitting import is_splitting
 
+NUMPY_NUMBER = (
+    "torch.compile reads a number of numpy at each call, which no graph does: make it a number of "
+    "Python outside of the forward, as with item(). "
+)
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -215,13 +220,14 @@ def _sources(
             sources[node] = None
             continue
         expression = input_source(node)
+        remedy = NUMPY_NUMBER if expression.startswith("___from_numpy") else ""
         where = next(filter(None, map(node_location, node.users)), None)
         try:
-            value = eval(expression, {}, scope)
+            value = eval(expression, {"___from_numpy": torch.as_tensor}, scope)
             leaf = arguments.get(id(value))
             source = leaf or _place(expression, weights.get(id(value)), locator)
         except Exception as error:
-            raise InputNotTraceable(where=where, source=expression) from error
+            raise InputNotTraceable(where=where, source=expression, remedy=remedy) from error
         sources[node], tensors[node] = source, value
     return sources, tensors
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +30,9 @@ from piecegraph.errors import BundleStale, ModelChanged
 from piecegraph.runtime.core.records import Stale
 from piecegraph.runtime.parts.starts import tracing_thread, verification
 from piecegraph.runtime.parts.starts.tracing_thread import STEPS_PER_EXCHANGE
+from piecegraph.torch_compat.faster.equal_layers.match import Match
 
-from .conftest import LENGTHS, LiveServed, Model
+from .conftest import LENGTHS, LiveServed, Model, Scale
 
 Prepare = Callable[..., LiveServed]
 
@@ -310,6 +313,15 @@ def test_code_is_made_stored_and_served_under_the_state_of_prepare(
     assert prepare_live(model).prepared.compiled.from_bundle
 
 
+def test_the_switch_waits_for_the_state_of_prepare(serve_cold: Prepare) -> None:
+    prepared = serve_cold().prepared
+    assert prepared.parts.starts.beside.thread.join(60)
+    for dtype, switches in ((torch.float64, False), (torch.float32, True)):
+        torch.set_default_dtype(dtype)
+        prepared.parts.strategies.idle(0)
+        assert prepared.compiled.traced == switches
+
+
 def test_a_model_that_is_dropped_or_closed_ends_its_trace(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,3 +335,63 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
     threads[0].join(60)
     assert not threads[0].is_alive()
     assert not begun
+
+
+@pytest.mark.slow
+def test_an_error_at_any_point_of_a_trace_is_no_difference(
+    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemoryError or SystemError at the n-th call of Python code of the first try."""
+    monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01,) * 5)
+    trace, points, raised = verify.trace_with_guards, list[int](), list[str]()
+
+    def raises_once(request: Any) -> Any:
+        left = points.pop() if points else 0
+
+        def profile(frame: Any, event: str, _: Any) -> None:
+            nonlocal left
+            left -= event == "call"
+            if not left:
+                sys.setprofile(None)
+                raised.append(frame.f_code.co_name)
+                raise random.choice([MemoryError, SystemError])("injected")
+
+        sys.setprofile(profile if left else None)
+        try:
+            return trace(request)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(verify, "trace_with_guards", raises_once)
+    prepare_live()
+    for point in [random.randrange(1, 60_000) for _ in range(40)]:
+        points.append(point)
+        served = prepare_live(bundle="force")
+        assert served.prepared.parts.starts.wait_until_verified(60) is True, raised[-1:]
+        served.step(3, 1)
+        served.prepared.close()
+    assert len(raised) > 20
+
+
+def test_a_fault_of_the_copies_of_layers_is_found(
+    prepare_live: Prepare, blind: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any two layers count as equal: only the first gain is in the graph."""
+    monkeypatch.setattr(Match, "_difference", lambda *_: None)
+    monkeypatch.setattr(Match, "_read_difference", lambda *_: None)
+
+    class Gains(Scale):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.gain = gain
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.gain
+
+    def model() -> Model:
+        made = Model()
+        made.layers = torch.nn.ModuleList(map(Gains, (1.0, 2.0, 3.0)))
+        return made.requires_grad_(False)
+
+    assert wrong(prepare_live(model()))
+    assert prepare_live(model()).prepared.parts.starts.wait_until_verified(60) is False
