@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,11 +62,12 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, moment: float, call: str) -> None:
     given = [sys.executable, "-c", PROGRAM, str(folder), str(moment), call]
-    done = subprocess.run(given, capture_output=True, text=True, timeout=200)
+    environ = {name: value for name, value in os.environ.items() if name != "PIECEGRAPH_OFF"}
+    done = subprocess.run(given, capture_output=True, text=True, timeout=200, env=environ)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_neither_the_engine_nor_the_verification_fails(libraries: Path, call: str) -> None:
-    for moment in (0, 0.1, 0.5, 1.5):
+    for moment in (0.1, 0.8):
         run(libraries, moment, call)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ import torch.fx._symbolic_trace as symbolic_trace
 
 from ..basics.patch import replaced, somebody_compiles
 from ..basics.settings import global_state
+
+REVERT = "_maybe_revert_all_patches"
+"""Of the symbolic tracer, whichever thread it runs in; not in each version of torch."""
 
 
 @contextmanager
@@ -31,7 +34,9 @@ def unseen_by_other_threads() -> Iterator[list[str]]:
     none of them, so this thread sets none.
 
     Torch's symbolic tracer replaces `Module.__call__` and `Module.__getattr__` while it runs, and
-    code generation uses it. A module that another thread calls meanwhile would be traced.
+    code generation uses it. A module that another thread calls meanwhile would be traced. Dynamo
+    takes back what such a tracer has replaced, and puts it there again after the trace: that of
+    another thread, which may have ended since, would stay for good.
     """
     thread, changes = threading.get_ident(), list[str]()
 
@@ -58,6 +63,13 @@ def unseen_by_other_threads() -> Iterator[list[str]]:
             stack.enter_context(replaced(owner, name, ignored_here(getattr(owner, name))))
         patch = _patch_for_one_thread(thread, changes)
         stack.enter_context(replaced(symbolic_trace._Patcher, "patch_method", patch))
+        if revert := getattr(symbolic_trace, REVERT, None):
+
+            def only_there() -> AbstractContextManager[Any]:
+                ours = threading.get_ident() == thread
+                return nullcontext() if ours else revert()
+
+            stack.enter_context(replaced(symbolic_trace, REVERT, only_there))
         yield changes
 
 

@@ -211,7 +211,7 @@ class TracingThread:
     def _run_as_started(self) -> None:
         self.wake.wait(self._latest_start_s)
         with suppress(WorkEnded), self._state.installed(), allow_compilation():
-            import_alone(import_tracer, self.checkpoint)
+            import_alone(_import_cold_half, self.checkpoint)
             self._found = self._settled()
 
     @contextmanager
@@ -224,6 +224,12 @@ class TracingThread:
                 yield
             finally:
                 sys.setswitchinterval(before)
+
+
+def _import_cold_half() -> None:
+    """All that traces, ours too: a fork waits for it, and no child has a module by half."""
+    import_tracer()
+    from ....compile import ahead, verify  # noqa: F401
 
 
 def beside_steps(request: CompileRequest, apart: Records, thread: TracingThread) -> CompileRequest:
