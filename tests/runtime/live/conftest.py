@@ -211,7 +211,7 @@ LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
 
 @pytest.fixture
 def hostile_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileEngine | None]:
-    """`make test-hostile`: an engine disturbs each test of starts, and nothing of it fails."""
+    """Where HOSTILE_ENGINE names a file, an engine disturbs each test; no call of its own fails."""
     if HOSTILE not in os.environ:
         yield None
         return
