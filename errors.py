@@ -238,6 +238,11 @@ class StateChanged(CompileError):
     )
 
 
+class SettingsChanged(CompileError):
+    what = "another thread changed settings of torch while the model was compiled: {changed}"
+    todo = "Prepare it when no other thread does, such as one that loads a model."
+
+
 class TransformInForward(CompileError):
     what = "the model uses a function transform, such as torch.vmap, in its forward"
     todo = "Write that line with batched operations, or move it into a custom op."
@@ -293,7 +298,7 @@ class InputNotTraceable(CompileError):
         "the graph reads a value ({source}) that is neither an argument nor a tensor which can be "
         "reached by name from the model, a closure or a global"
     )
-    todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
+    todo = "{remedy}Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
 class ReturnsWeight(CompileError):

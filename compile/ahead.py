@@ -62,6 +62,7 @@ def compile_ahead(request: CompileRequest) -> bool:
         drop_sources(range(first, next_source()))
     if artifacts is None:
         return False
+    request.check_state()
     plan = plan_of(splits, compiled.ranges)
     seconds = sum(result.seconds for result in compiled.results)
     return store_bundle(request, key, conditions_of(splits), plan, artifacts, seconds)

@@ -126,7 +126,7 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
 
     with workers_for(request) as workers:
         traces = trace_with_guards(request)
-        if key is not None:  # another thread may have changed settings since it was made
+        if key is not None:  # the program may have registered kernels or replaced weights since
             key = trace_key(request.model, request.config, request.device, request.examples)
         try:
             return _compile(request, traces, key, workers)
@@ -165,6 +165,7 @@ def _compile(
 
     artifacts = [made.blobs for made in compiled.results]
     seconds = sum(made.seconds for made in compiled.results)
+    request.check_state()
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
             store_bundle(request, key, conditions, plan, artifacts, seconds)

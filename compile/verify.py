@@ -1,17 +1,19 @@
 """Compare the bundle of a model with a new trace: the mechanism behind all conditions.
 
 Conditions refuse at once what they know; this finds everything else that changes the graph. No code
-is generated. It imports Dynamo, so it runs beside serving or before the first step.
+is generated, and no layer is copied. It imports Dynamo, so it runs beside serving or before the
+first step.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import starmap
 from typing import Any
 
-from ..errors import PiecegraphError
+from ..errors import GuardUnproved, Specialized
 from ..torch_compat.tracing.sources import drop_sources, next_source
 from .guards.trace_with_guards import GuardedTrace, padded_instead, trace_with_guards
 from .ir.compilation import CompileRequest
@@ -20,6 +22,9 @@ from .plan.split_model import plan_of, split_model
 
 _SIZE = re.compile(r"\bs\d+\b")
 """A symbol of torch: its number says nothing."""
+
+_VALUE = re.compile(r"(\w+)(?::| =)")
+"""The name of a value where it is computed: copies of layers have other ones."""
 
 COMPARED = (
     "inputs", "constants", "containers", "weights", "symbols", "steps", "results", "structure",
@@ -31,8 +36,11 @@ COMPARED = (
 def first_difference(request: CompileRequest, plan: Plan) -> str | None:
     """How a new trace differs from the one that `plan` was made from; None if it does not.
 
-    Names the first piece and node that differ, with the user's line.
+    Names the first piece and node that differ, with the user's line. It is traced without the
+    copies of equal layers that a cold start makes. Raises where it cannot be traced, or not under
+    the state of the request: that is no difference.
     """
+    request = replace(request, copies_layers=False)
     first = next_source()
     try:
         traces = trace_with_guards(request)
@@ -42,8 +50,8 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
             padded = padded_instead(request, traces)
             if padded is not None and _difference(request, [padded], plan) is None:
                 return None
-    except PiecegraphError as error:
-        return f"it cannot be traced as it is now: {error}"
+    except (GuardUnproved, Specialized) as error:  # of a finished trace
+        return f"its guards do not hold for the model as it is now: {error}"
     finally:
         drop_sources(range(first, next_source()))
     return difference
@@ -76,23 +84,28 @@ def _difference_of_traces(plan: Plan, now: Plan) -> str | None:
 def _first_line(before: str, after: str) -> str:
     """The first line of two annotated graphs that differs."""
     stored, current = _nodes(before), _nodes(after)
-    for (was, _), (node, where) in zip(stored, current, strict=False):
-        if was != node:
-            return f"it has `{was}`, the model has `{node}` now, at {where or 'no known line'}"
-    more, where = (stored + current)[-1] if stored or current else ("nothing", "")
+    for (was, old, _), (now, node, where) in zip(stored, current, strict=False):
+        if was != now:
+            return f"it has `{old}`, the model has `{node}` now, at {where or 'no known line'}"
+    _, more, where = (stored + current)[-1] if stored or current else ("", "nothing", "")
     if len(stored) == len(current):
         return f"a value that its nodes hold differs, near {where or more}"
     return f"it has {len(stored)} nodes, the model has {len(current)} now"
 
 
-def _nodes(source: str) -> list[tuple[str, str]]:
-    """Each line of code of an annotated graph, with the user's line in the comment above it."""
-    nodes, where = [], ""
+def _nodes(source: str) -> list[tuple[str, str, str]]:
+    """Each line of code of an annotated graph, with values by number and as it is, and the user's
+    line in the comment above it."""
+    nodes, where, names = [], "", dict[str, str]()
     for line in map(str.strip, source.splitlines()):
         if line.startswith("#"):
             where = line.removeprefix("#").strip()
         elif line:
-            nodes.append((_SIZE.sub("s", line), where))
+            line = _SIZE.sub("s", line)
+            if (value := _VALUE.match(line)) is not None:
+                names[value[1]] = f"%{len(names)}"
+            numbered = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), line)
+            nodes.append((numbered, line, where))
     return nodes
 
 

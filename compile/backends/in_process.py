@@ -61,7 +61,7 @@ class _Generated:
     def generate(self) -> None:
         """Generate the code of a copy of the piece, and prove the guards that the compiler adds."""
         job, request, split = self.job, self.trace.request, self.trace.split
-        request.checkpoint()
+        request.check_state()
         events, graph = request.events, self.trace.graph(job)
         where = next(filter(None, map(node_location, graph.graph.nodes)), None)
         with events.trace_unit(*self._unit, where):

@@ -87,7 +87,7 @@ class TraceJobs:
         return guards.prove_new(f"piece {job.unique.index}", run=run, added=added)
 
     def keep(self, job: Job, blobs: Blobs, proved: bool, seconds: float, **facts: Any) -> None:
-        """Record and store what was compiled."""
+        """Record and store what was compiled. Raises SettingsChanged."""
         request, piece = self.request, job.unique.index
         built = PieceBuilt(piece, seconds, kernels([blobs])[0])
         request.records.pieces.append(built)
@@ -117,7 +117,11 @@ class TraceJobs:
 
 
 def store_artifact(request: CompileRequest, job: Job, blobs: Blobs, seconds: float) -> None:
-    """Store the proved artifact of a job, if it has a key, with the ranges of its guards."""
+    """Store the proved artifact of a job, if it has a key, with the ranges of its guards.
+
+    Raises SettingsChanged.
+    """
+    request.check_state()
     if job.key is not None:
         meta: dict[str, Json] = {"compile_seconds": seconds, "ranges": job.served}
         request.publish("artifact", job.key, meta, blobs)

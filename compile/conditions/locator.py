@@ -21,6 +21,7 @@ import torch
 
 from ...cache.keys.environment import VARIABLES
 from ...torch_compat.tracing.dynamo import Captured
+from .expressions import parsed
 from .places import (
     CONTAINERS,
     GLOBALS,
@@ -64,7 +65,7 @@ class Locator:
     aliases: dict[str, tuple[Located, Located]] = field(default_factory=dict)
     """Other places of the model, of modules and of the environment, each with the one that what
     is below is located from."""
-    _text: bytes = b""
+    _text: str = ""
     _inside: dict[str, Located] = field(default_factory=dict)
 
     def place(self, expression: str) -> Place:
@@ -74,7 +75,7 @@ class Locator:
             raise Unlocatable(f"{expression} is part of an argument")
         name = spelled(located.root, located.steps, self.model)
         if located.root == MODEL:  # unlike the name of any weight
-            name = f"self{name.removeprefix('model')}"
+            name = re.sub(r"\bmodel\b", "self", name, count=1)
         return Place(located.root, located.steps, name)
 
     def is_registered(self, place: Place) -> bool:
@@ -90,16 +91,16 @@ class Locator:
     def locate(self, expression: str) -> Located:
         if expression not in self.located:
             try:
-                node = ast.parse(expression, mode="eval").body
+                node = parsed(expression)
             except SyntaxError as error:
                 raise Unlocatable(f"{expression} cannot be located") from error
-            self._text = expression.encode()
+            self._text = expression
             self.located[expression] = self._find(node)
         return self.located[expression]
 
     def _find(self, node: ast.expr) -> Located:
         """What an expression inside the one that is being located leads to: many begin alike."""
-        inside = self._text[node.col_offset : node.end_col_offset].decode()
+        inside = self._text[node.col_offset : node.end_col_offset]
         if inside not in self._inside:
             self._inside[inside] = self._followed(node)
         return self._inside[inside]
@@ -133,6 +134,11 @@ class Locator:
                 return self._global(str(name))
             case Call(Name("__import__"), [Constant(str(name))]):
                 return Located(sys.modules[name], name)
+            case Call(Name("___from_numpy"), [inner]):
+                base = self._find(inner)
+                if not base.value.shape:  # a number is copied, so that no place has its memory
+                    raise LookupError(ast.unparse(node))
+                return base.then(torch.as_tensor(base.value), ["tensor", None])
             case Call(Name("type"), [inner]):
                 base = self._find(inner)
                 return base.then(type(base.value), ["type", None])

@@ -9,6 +9,7 @@ custom ops, or a module by name. A step is an attribute, as a string, or a list 
     type         `type(value)`
     static       an attribute of a class as its bases give it, without calling descriptors
     call         the referent of a weak reference
+    tensor       the tensor with the memory of a numpy array
 
 Following a place evaluates nothing that is stored: it is attribute access and indexing alone.
 """
@@ -105,6 +106,8 @@ def follow(value: Any, step: Step) -> Any:
                 return inspect.getattr_static(value, argument)
             case "call":
                 return value()
+            case "tensor":
+                return torch.as_tensor(value)
     except Exception:  # a property of the user's may raise anything
         return MISSING
     return MISSING
@@ -162,6 +165,8 @@ def _spelled_step(name: str, step: Step, is_name: bool) -> str:
         return f"type({name})"
     if kind == "call":
         return f"{name}()"
+    if kind == "tensor":
+        return f"torch.as_tensor({name})"
     if kind == "static" or is_name:
         return f"{name}.{argument}"
     return f"{name}[{key_of(argument)!r}]" if kind == "item" else f"{name}[{kind} {argument}]"

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CompileError, GuardUnproved, Specialized
-from ...torch_compat.basics.settings import global_state
+from ...errors import CompileError, GuardUnproved, SettingsChanged, Specialized
 from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
 from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
@@ -51,10 +50,10 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
 
     Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
 
-    A trace during which another thread changed a setting of torch is of no setting: it is repeated.
+    A trace during which another thread changed a setting of torch is of no setting: it is repeated,
+    and SettingsChanged after `attempts`.
     """
     request.checkpoint()
-    before = global_state()
     try:
         splits = request.config.guards is GuardPolicy.SPLIT
         guarded: list[GuardedTrace] | CompileError = (
@@ -62,7 +61,11 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
         )
     except CompileError as error:
         guarded = error
-    if global_state() != before and attempts > 1:
+    try:
+        request.check_state()
+    except SettingsChanged:
+        if attempts == 1:
+            raise
         return trace_with_guards(request, attempts - 1)
     if isinstance(guarded, CompileError):
         raise guarded

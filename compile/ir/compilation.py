@@ -21,7 +21,9 @@ from ...cache import Cache, Entry, Key, Miss
 from ...cache.inspection import nearest_entries
 from ...cache.keys.factors import Json
 from ...cache.layers import DEPLOY
+from ...errors import SettingsChanged
 from ...events import Events
+from ...torch_compat.basics.settings import TorchState
 from .config import CompileConfig
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -168,6 +170,20 @@ class CompileRequest:
     """Called between phases and pieces, and during waits; raises what ends the compilation."""
     progress: Callable[[str], None] = lambda _: None
     """Called with what was compiled, or what is waited for."""
+    state: TorchState = field(default_factory=TorchState.now)
+    """That of `prepare`, which the key holds."""
+    changed_meanwhile: Callable[[], str] = lambda: ""
+    """What other threads have changed since the last call while this one was in a compiler, also
+    if it is as before again."""
+    copies_layers: bool = True
+    """Whether a trace may copy equal layers; one that verifies such a trace may not."""
+
+    def check_state(self) -> None:
+        """At the end of a trace, around code generation, before storing: raise SettingsChanged if
+        it ran under another state of torch than `state`."""
+        self.checkpoint()
+        if changed := self.changed_meanwhile() or self.state.changed():
+            raise SettingsChanged(changed=changed)
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""

@@ -4,7 +4,8 @@ The hashed text has one line per node; nodes are numbered by position. It contai
 generation reads: operators (custom ops with schema and source of the implementation), arguments,
 constants by value, and for every value its dtype, device, shape, strides, layout and storage
 offset, with symbols named by first appearance, and which values share memory. It contains no names,
-file locations or line numbers.
+file locations or line numbers. Where a weight lies that nothing writes to does not matter, apart
+from its alignment: each counts as memory of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -39,6 +41,10 @@ from ..conditions.values import (
 )
 from ..ir.ops import is_custom
 from ..ir.serialization import encode
+from .piece import WEIGHT
+
+ALIGNMENT = 16
+"""Bytes: how generated code may assume an input to be aligned."""
 
 
 def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] = ()) -> str:
@@ -59,17 +65,37 @@ def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] 
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Memory that counts as one: a storage, or the part of one that a weight begins at."""
+
+    number: int
+    begin: int
+
+
 class _Writer:
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = root
         self._numbers: dict[Node, int] = {}
         self._symbols: dict[Any, Any] = {}
         self._sizes: dict[Any, str] = {}
-        self._storages: dict[int, int] = {}
+        self._memory: dict[int, Memory] = {}
+        """By storage."""
+        self._of_node: dict[Node, dict[int, Memory]] = {}
+        """The same for each value: weights that share a storage have memory of their own here."""
+        self._inputs: dict[int, Memory] = {}
+        """That of the inputs of the node that is written."""
+        self._node: Node
+        """The one that is written."""
+        self._count = 0
         self._ops: dict[str, Callable[..., Any]] = {}
 
     def line(self, node: Node) -> str:
         self._numbers[node] = len(self._numbers)
+        self._node = node
+        self._inputs, self._of_node[node] = {}, {}
+        for used in node.all_input_nodes:
+            self._inputs = {**self._of_node[used], **self._inputs}
         launch = triton_call(node)
         parts = [
             node.op,
@@ -154,10 +180,7 @@ class _Writer:
             str(tensor.layout),
             f"[{', '.join(self._size(s) for s in tensor.shape)}]",
             f"[{', '.join(self._size(s) for s in tensor.stride())}]" if strided else "",
-            self._size(tensor.storage_offset()) if strided else "",
-            f"storage {self._storages.setdefault(storage_id(tensor), len(self._storages))}"
-            if strided
-            else "",
+            *(self._place(tensor) if strided else ("", "")),
             "grad" if tensor.requires_grad else "",
             "conj" if tensor.is_conj() else "",
             "neg" if tensor.is_neg() else "",
@@ -167,6 +190,21 @@ class _Writer:
             facts += [tensor_class(type(tensor)), stable_text(context)]
             facts += [f"{name}: ({self._tensor(each)})" for name, each in inner.items()]
         return " ".join(facts)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """The offset in its memory, and the number of that."""
+        storage = storage_id(tensor)
+        offset: Any = tensor.storage_offset()
+        weight = WEIGHT in self._node.meta
+        memory = None if weight else self._inputs.get(storage) or self._memory.get(storage)
+        if memory is None:
+            elements = max(1, ALIGNMENT // tensor.element_size())
+            memory = Memory(self._count, offset - offset % elements if weight else 0)
+            self._count += 1
+        self._memory.setdefault(storage, memory)
+        self._of_node[self._node][storage] = memory
+        begin = memory.begin
+        return self._size(offset - begin if begin else offset), f"storage {memory.number}"
 
     def _size(self, size: int | torch.SymInt) -> str:
         return self._renamed(expression_of(size)) if isinstance(size, torch.SymInt) else str(size)

@@ -30,6 +30,10 @@ HANDLE = "handle"
 such as packed weights by their address, as an integer."""
 
 
+WEIGHT = "weight"
+"""In the meta of a placeholder of a weight that nothing writes to: where it lies says nothing."""
+
+
 def may_be_handle(tensor: torch.Tensor) -> bool:
     """Whether an op may follow the value of `tensor` as an address."""
     return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.is_meta)
@@ -104,14 +108,20 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
     )
 
 
-def lift(section: Section, symbols: BaseSymbols, handles: Mapping[Node, torch.Tensor]) -> Piece:
+def lift(
+    section: Section,
+    symbols: BaseSymbols,
+    handles: Mapping[Node, torch.Tensor],
+    weights: Collection[Node] = (),
+) -> Piece:
     """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol.
 
-    `handles` are tensors that may hold an address; see HANDLE. A tensor of which the rest of the
-    trace reads only sizes is no result: it would be written to memory for nothing.
+    `handles` are tensors that may hold an address; see HANDLE, and WEIGHT for `weights`. A tensor
+    of which the rest of the trace reads only sizes is no result: it would be written to memory for
+    nothing.
     """
     inside = set(section.nodes)
-    builder = _Builder(symbols, handles)
+    builder = _Builder(symbols, handles, weights)
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
@@ -141,10 +151,16 @@ def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
 class _Builder:
     """Copies nodes into a new graph; values from outside become inputs or recomputed sizes."""
 
-    def __init__(self, symbols: BaseSymbols, handles: Mapping[Node, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        symbols: BaseSymbols,
+        handles: Mapping[Node, torch.Tensor],
+        weights: Collection[Node],
+    ) -> None:
         self.graph = Graph()
         self.inputs: list[Node | sympy.Symbol] = []
         self._handles = handles
+        self._weights = weights
         self.values: dict[Node, Any] = {}
         self._placeholders: dict[Node | sympy.Symbol, Node] = {}
         self._symbols = symbols
@@ -187,6 +203,8 @@ class _Builder:
             node.meta["example_value"] = value
             if isinstance(key, Node) and key in self._handles:
                 node.meta[HANDLE] = self._handles[key]
+            if key in self._weights:
+                node.meta[WEIGHT] = True
             self._placeholders[key] = node
             self.inputs.append(key)
         return self._placeholders[key]

@@ -65,7 +65,8 @@ class PlanBuilder:
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
         self._shapes: dict[str, str] = {}
-        self._written = written_placeholders(trace)
+        self.written = written_placeholders(trace)
+        """Placeholders of arguments and weights that some node writes to."""
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -169,7 +170,7 @@ class PlanBuilder:
                     dtype=dtype,
                     shape=tuple(value.shape),
                     stride=tuple(value.stride()),
-                    written=node in self._written,
+                    written=node in self.written,
                     place=(source.root, list(source.steps)) if isinstance(source, Place) else None,
                 )
             )
@@ -183,7 +184,7 @@ class PlanBuilder:
                 dtype=dtype,
                 device=str(value.device),
                 shape=shape,
-                written=node in self._written,
+                written=node in self.written,
                 stride=_stride(value),
             )
         )

@@ -123,13 +123,16 @@ def _unique_pieces(
         for node, tensor in traced.tensors.items()
         if not isinstance(traced.sources[node], Leaf) and may_be_handle(tensor)
     }
+    weights = {
+        node for node in traced.tensors if not isinstance(traced.sources[node], Leaf)
+    } - planner.written
     unique: dict[str, UniquePiece] = {}
     total = 0
     for section in split(graph, splits, lambda node: is_size(node, symbols)):
         if section.splitting:
             planner.calls(section)
             continue
-        piece = lift(section, symbols, handles)
+        piece = lift(section, symbols, handles, weights)
         check_contexts(piece.outputs)
         obstacle = None
         try:

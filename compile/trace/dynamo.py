@@ -34,6 +34,7 @@ from ...torch_compat.basics.tensors import is_transformed
 from ...torch_compat.tracing.dynamo import (
     Captured,
     StateChange,
+    capture_full_graph,
     dynamo_tracing,
     import_dynamo,
     input_source,
@@ -51,6 +52,11 @@ from ..speedups import capture
 from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_opaque_values, inline_regions
 from .splitting import is_splitting
+
+NUMPY_NUMBER = (
+    "torch.compile reads a number of numpy at each call, which no graph does: make it a number of "
+    "Python outside of the forward, as with item(). "
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,11 @@ def trace(request: CompileRequest) -> Trace:
     dynamo = events.span("trace.dynamo", level=logging.INFO)
     with dynamo, dynamo_tracing(config.code.dynamic_shapes.value):
         try:
-            captured = capture(model, args, kwargs, events)
+            captured = (
+                capture(model, args, kwargs, events)
+                if request.copies_layers
+                else capture_full_graph(model, args, kwargs)
+            )
         except Exception as error:  # Dynamo also raises many exceptions other than its own
             where = user_location(error)
             if op := unsupported_op(error):
@@ -207,13 +217,14 @@ def _sources(
             sources[node] = None
             continue
         expression = input_source(node)
+        remedy = NUMPY_NUMBER if expression.startswith("___from_numpy") else ""
         where = next(filter(None, map(node_location, node.users)), None)
         try:
-            value = eval(expression, {}, scope)
+            value = eval(expression, {"___from_numpy": torch.as_tensor}, scope)
             leaf = arguments.get(id(value))
             source = leaf or _place(expression, weights.get(id(value)), locator)
         except Exception as error:
-            raise InputNotTraceable(where=where, source=expression) from error
+            raise InputNotTraceable(where=where, source=expression, remedy=remedy) from error
         sources[node], tensors[node] = source, value
     return sources, tensors
 

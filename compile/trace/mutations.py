@@ -7,6 +7,7 @@ what it wrote. Torch counts the writes to each fake tensor; a custom op's schema
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch.fx import Graph, Node
 
 from ...torch_compat.basics.ops import HigherOrderOperator, overload_of, triton_writes
 from ...torch_compat.basics.tensors import (
+    faked_again,
     fresh_fake_mode,
     is_wrapper_subclass,
     storage_id,
     tree_map_only,
+    whole,
     writes_counted,
-    writes_of_faking,
 )
 from ..ir.ops import op_names, tensors_in, written_by
 from .dynamo import Trace
@@ -28,28 +30,36 @@ from .dynamo import Trace
 
 def written_placeholders(trace: Trace) -> set[Node]:
     """The placeholders of arguments and weights whose memory some node writes to."""
-    fakes = fresh_fake_mode()
-    storages: dict[Node, int] = {}
-    untouched: dict[int, int] = {}
-    for node, tensor in trace.tensors.items():
-        if not dense_tensors(fake := node.meta["example_value"]):
-            continue
-        storages[node] = storage = storage_id(fake)
-        before = writes_counted(fake) and writes_of_faking(tensor, fakes)
-        untouched[storage] = min(before, untouched.get(storage, before))
-    written = written_storages(trace.graph.graph, untouched)
-    return {node for node, storage in storages.items() if storage in written}
+    groups: dict[int, list[Node]] = {}
+    for node in trace.tensors:
+        if dense_tensors(fake := node.meta["example_value"]):
+            groups.setdefault(storage_id(fake), []).append(node)
+    mode, untouched, of_tensors = fresh_fake_mode(), dict.fromkeys(groups, 0), dict[int, int]()
+    for storage, nodes in groups.items():
+        values = [node.meta["example_value"] for node in nodes]
+        if any(map(writes_counted, values)):
+            fakes = [faked_again(trace.tensors[node], mode) for node in nodes]  # alive together
+            counts = [*map(writes_counted, fakes)]
+            of_tensors |= {id(whole(v)): count for v, count in zip(values, counts, strict=True)}
+            untouched[storage] = min(counts)
+    written = written_storages(trace.graph.graph, untouched, of_tensors)
+    return {node for storage in written for node in groups[storage]}
 
 
-def written_storages(graph: Graph, untouched: Mapping[int, int]) -> set[int]:
-    """Those that some node writes to of storages, given with their counts of writes before."""
+def written_storages(
+    graph: Graph, untouched: Mapping[int, int], of_tensors: Mapping[int, int] = MappingProxyType({})
+) -> set[int]:
+    """Those that some node writes to of storages, given with their counts of writes before.
+
+    Tensors that share a storage each have a count: `of_tensors` has those that differ, by id.
+    """
     written: set[int] = set()
     for node in graph.nodes:
         written |= {
             storage
             for tensor in dense_tensors(node.meta.get("example_value"))
             if (storage := storage_id(tensor)) in untouched
-            and writes_counted(tensor) > untouched[storage]
+            and writes_counted(tensor) > of_tensors.get(id(whole(tensor)), untouched[storage])
         }
         if not (op_names(node) or isinstance(node.target, HigherOrderOperator)):
             continue  # torch has counted its writes

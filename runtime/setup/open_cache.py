@@ -35,10 +35,13 @@ def open_cache(config: Config, events: Events) -> Cache:
     Raises UntrustedDirectory, InvalidKeyFile, KeysMissing for a signed layer without a key, and
     LayerFailed for a layer that cannot be opened.
     """
+    if not config.cache:
+        return Cache(None, events)
     root = cache_root(config)
     if root is None:
-        return Cache(None, events)
-    assert config.cache
+        reason = f"this user has no home directory: set {CACHE_DIR} or cache_dir"
+        events.emit("cache.unusable", level=logging.WARNING, reason=reason)
+        return Cache(None, events, off_reason=reason)
     signer = signing_key()
     keys = trusted_keys(signer)
     revoked = keys.revokes if keys else trust_all
@@ -56,14 +59,21 @@ def open_cache(config: Config, events: Events) -> Cache:
 
 
 def cache_root(config: Config) -> Path | None:
-    """The private directory: set by the user, by the environment or the default; None if off."""
+    """The private directory: set by the user, by the environment or the default.
+
+    None if the cache is off, and for a default or a `~` where the user has no home directory.
+    """
     if not config.cache:
         return None
-    if named := config.cache_dir or read(CACHE_DIR):
-        return Path(named)
-    import platformdirs
+    named = config.cache_dir or read(CACHE_DIR)
+    try:
+        if not named:
+            import platformdirs
 
-    return Path(platformdirs.user_cache_dir("piecegraph"))
+            named = platformdirs.user_cache_dir("piecegraph")
+        return Path(named).expanduser()
+    except RuntimeError:  # no HOME, and no entry in the password file
+        return None
 
 
 def _layer(layer: LayerConfig, signer: SigningKey | None, keys: TrustedKeys | None) -> CacheLayer:

@@ -188,10 +188,29 @@ def test_a_bundle_is_used_only_where_the_tensors_have_the_same_form(tmp_path, mo
 
 def test_what_no_path_leads_to_is_refused_with_the_line(compiled):
     def body(m, x):
-        return x + torch.as_tensor(m.array)  # here
+        return x * m.number  # here
 
     model = Body(body)
-    model.array = torch.ones(8).numpy()
-    with pytest.raises(InputNotTraceable, match="array") as raised:
+    model.number = torch.ones(()).numpy()[()]
+    with pytest.raises(InputNotTraceable, match=r"number.*torch\.compile.*item\(\)") as raised:
         compiled(model, inputs=X)
     assert raised.value.where.startswith(__file__)
+
+
+def test_an_array_of_numpy_is_read_where_it_is(tmp_path, monkeypatch):
+    use_text_compiler(monkeypatch)
+    model, x = Body(lambda m, x: x * torch.from_numpy(m.array)), torch.randn(3, 8)
+    model.array = torch.full((8,), 2.0).numpy()
+    assert not start(model, tmp_path).hit
+    warm = start(model, tmp_path)
+    assert warm.hit
+    prepared = served(model)
+    for _ in range(2):
+        torch.testing.assert_close(warm(x), model(x))
+        torch.testing.assert_close(step(prepared, x), model(x))
+        model.array[:] = 3.0
+    model.array = torch.full((8,), 4.0).numpy()
+    with pytest.raises(MovedTensor, match=r"torch\.as_tensor\(self\.array\)"):
+        steps(prepared, x, len(NAMES))
+    prepared.refresh()
+    torch.testing.assert_close(step(prepared, x), model(x))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import _symbolic_trace as symbolic_trace
 
 from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
 from piecegraph.torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
@@ -140,3 +141,21 @@ def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ende
         thread.start()
         thread.join()
     assert shapes == [(3,), (3,)]
+
+
+def test_what_another_tracer_replaced_does_not_come_back() -> None:
+    """Dynamo takes it back, and puts it there again after that tracer has ended."""
+    midway, before = Midway(), (nn.Module.__call__, nn.Module.__getattr__)
+
+    def trace() -> None:
+        with unseen_by_other_threads(), symbolic_trace._maybe_revert_all_patches():
+            midway.stop_here()
+
+    class Traced(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            midway_through.enter_context(midway.of(trace))
+            return x
+
+    with ExitStack() as midway_through:
+        torch.fx.symbolic_trace(Traced())
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before

@@ -72,7 +72,7 @@ def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> N
         view, alias = whole[2:], torch.empty(0)
         alias.set_(whole.untyped_storage(), 8, (6, 4))
         counted = [
-            tensors.writes_of_faking(tensor, tensors.fresh_fake_mode())
+            tensors.writes_counted(tensors.faked_again(tensor, tensors.fresh_fake_mode()))
             for tensor in (whole, view, alias)
         ]
     assert counted == [0, int(inference), 1]  # in inference mode a view does not know its base

@@ -8,9 +8,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 _lock = threading.RLock()
+
+FORK_S = 30.0
+"""How long a fork waits until no thread is inside of a compiler: its locks and half of its work
+would stay in the child for ever."""
 
 
 @contextmanager
@@ -21,6 +26,14 @@ def compiler_lock() -> Iterator[None]:
     """
     with dynamo_lock(), _lock:
         yield
+
+
+def somebody_compiles() -> bool:
+    """Whether another thread is inside of `compiler_lock`."""
+    free = _lock.acquire(blocking=False)
+    if free:
+        _lock.release()
+    return not free
 
 
 @contextmanager
@@ -45,9 +58,34 @@ def preserve_cache_variables() -> Iterator[None]:
 
 def dynamo_lock() -> AbstractContextManager[Any]:
     """The lock that `torch.compile` holds while it compiles; a no-op before Dynamo is imported."""
+    first: AbstractContextManager[Any] = _compiler_locks()[0]
+    return nullcontext() if first is _lock else first
+
+
+def _before_fork() -> None:
+    for lock in _compiler_locks():
+        lock.acquire(timeout=FORK_S)
+
+
+def _after_fork(in_child: bool) -> None:
+    for lock in _compiler_locks():
+        try:
+            lock.release()
+        except RuntimeError:  # it was not free in time
+            if in_child:
+                lock._at_fork_reinit()
+
+
+def _compiler_locks() -> list[Any]:
     module = sys.modules.get("torch._dynamo.convert_frame")
-    lock: AbstractContextManager[Any] = getattr(module, "compile_lock", nullcontext())
-    return lock
+    return [lock for lock in (getattr(module, "compile_lock", None), _lock) if lock is not None]
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=partial(_after_fork, False),
+    after_in_child=partial(_after_fork, True),
+)
 
 
 @contextmanager

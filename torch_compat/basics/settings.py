@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .devices import autocast_devices
 
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
 
@@ -126,6 +129,8 @@ def global_state() -> dict[str, str]:
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         if enabled or dtype is not default:
             state[f"autocast.{device}"] = f"{dtype}" if enabled else f"off, {dtype}"
+    if torch.compiler.is_exporting():
+        state["exporting"] = "True"
     if (shapes := sys.modules.get("torch.fx.experimental._config")) is not None:
         state["use_duck_shape"] = str(getattr(shapes, "use_duck_shape", None))
     unset = {"none", "ieee"}  # full precision of a product, by default or as stated
@@ -134,6 +139,67 @@ def global_state() -> dict[str, str]:
         for name, value in state.items()
         if value not in (unset if "matmul.fp32" in name else {"none"})
     }
+
+
+_OF_THREAD = ("default_device", "inference_mode", "autocast.")
+"""What `global_state` states of the calling thread alone, by the beginnings of its names."""
+
+
+@dataclass(frozen=True)
+class TorchState:
+    """The state under which a model is keyed, traced and run: taken once, compared at each border.
+
+    `switches` is `global_state()`. The rest is what torch keeps for each thread, so that another
+    thread can install it.
+    """
+
+    switches: Mapping[str, str]
+    grad: bool
+    inference: bool
+    device: torch.device
+    autocast_cache: bool
+    autocast_dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def now(cls) -> TorchState:
+        """That of this process and thread."""
+        return cls(
+            global_state(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_device(),
+            torch.is_autocast_cache_enabled(),
+            {device: torch.get_autocast_dtype(device) for device in autocast_devices()},
+        )
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Give this thread, which ends afterwards, what torch keeps for each thread."""
+        if torch.get_default_device() != self.device:
+            torch.set_default_device(self.device)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        for device, dtype in self.autocast_dtypes.items():
+            torch.set_autocast_dtype(device, dtype)
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+            yield
+
+    def changed(self) -> str:
+        """Which switches are others now, as `name: before -> now`; empty if none is."""
+        return _changes(self.switches, global_state())
+
+    def changed_in_process(self) -> str:
+        """`changed`, without what each thread has for itself."""
+        now = global_state()
+        return _changes(
+            *({k: s[k] for k in s if not k.startswith(_OF_THREAD)} for s in (self.switches, now))
+        )
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    differ = sorted(
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    )
+    return "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in differ)
 
 
 def active_modes() -> list[Any]:

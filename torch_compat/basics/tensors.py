@@ -176,17 +176,23 @@ def fresh_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
-    """The write count of a new fake of `tensor`, which is another one for a view."""
-    base = tensor if tensor._base is None else tensor._base
+def faked_again(tensor: Tensor, fake_mode: Any) -> Tensor:
+    """A new fake of `tensor`, made as Dynamo does: that of a view, or of a storage that has another
+    fake, counts writes of its own making."""
+    base = whole(tensor)
     with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (base.storage_offset(), base.size(), base.stride())
         alias.set_(tensor.untyped_storage(), *place)
         if base is not tensor:
             alias = alias.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        count: int = fake_mode.from_tensor(alias)._version
-    return count
+        fake: Tensor = fake_mode.from_tensor(alias)
+    return fake
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor that `tensor` is a view of, with which it shares its write count, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def is_faking() -> bool:

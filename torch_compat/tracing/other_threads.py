@@ -8,18 +8,25 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-from ..basics.patch import preserve_cache_variables, replaced
+from ..basics.patch import replaced, somebody_compiles
+from ..basics.settings import global_state
+
+REVERT = "_maybe_revert_all_patches"
+"""Of the symbolic tracer, whichever thread it runs in; not in each version of torch."""
 
 
 @contextmanager
-def unseen_by_other_threads() -> Iterator[None]:
+def unseen_by_other_threads() -> Iterator[list[str]]:
     """Trace and compile inside. What this thread changes in torch itself, other threads never see.
+
+    Gives what others change while this thread is inside of a compiler of torch: settings, also
+    those that are as before again, and methods of `Module`, which their symbolic tracers replace.
 
     Dynamo saves settings and states of random number generators before a trace and sets them after
     it (`preserve_global_state` in `torch/_dynamo/convert_frame.py`). What another thread has set
@@ -27,18 +34,25 @@ def unseen_by_other_threads() -> Iterator[None]:
     none of them, so this thread sets none.
 
     Torch's symbolic tracer replaces `Module.__call__` and `Module.__getattr__` while it runs, and
-    code generation uses it. A module that another thread calls meanwhile would be traced.
+    code generation uses it. A module that another thread calls meanwhile would be traced. Dynamo
+    takes back what such a tracer has replaced, and puts it there again after the trace: that of
+    another thread, which may have ended since, would stay for good.
     """
-    thread = threading.get_ident()
+    thread, changes = threading.get_ident(), list[str]()
 
     def ignored_here(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_state(*args: Any, **kwargs: Any) -> Any:
-            return None if threading.get_ident() == thread else original(*args, **kwargs)
+            if threading.get_ident() == thread:
+                return None
+            before = global_state()
+            result = original(*args, **kwargs)
+            if (now := global_state()) != before and somebody_compiles():
+                changes.extend(name for name in now if now[name] != before.get(name))
+            return result
 
         return set_state
 
     with ExitStack() as stack:
-        _remember_functions()
         for owner, name in (
             (random, "setstate"),  # torch 2.11
             (torch.random, "set_rng_state"),
@@ -47,9 +61,16 @@ def unseen_by_other_threads() -> Iterator[None]:
             (torch, "use_deterministic_algorithms"),
         ):
             stack.enter_context(replaced(owner, name, ignored_here(getattr(owner, name))))
-        patch = _patch_for_one_thread(thread)
+        patch = _patch_for_one_thread(thread, changes)
         stack.enter_context(replaced(symbolic_trace._Patcher, "patch_method", patch))
-        yield
+        if revert := getattr(symbolic_trace, REVERT, None):
+
+            def only_there() -> AbstractContextManager[Any]:
+                ours = threading.get_ident() == thread
+                return nullcontext() if ours else revert()
+
+            stack.enter_context(replaced(symbolic_trace, REVERT, only_there))
+        yield changes
 
 
 def keep_device_guard() -> None:
@@ -62,15 +83,7 @@ def keep_device_guard() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def _remember_functions() -> None:
-    """Let Dynamo make its table of torch's functions before some of them are replaced."""
-    with preserve_cache_variables():
-        from torch._dynamo.trace_rules import get_torch_obj_rule_map
-
-    get_torch_obj_rule_map()
-
-
-def _patch_for_one_thread(thread: int) -> Callable[..., None]:
+def _patch_for_one_thread(thread: int, changes: list[str]) -> Callable[..., None]:
     """The method by which the symbolic tracer replaces methods, for those of `thread` alone."""
     original = symbolic_trace._Patcher.patch_method
 
@@ -80,6 +93,9 @@ def _patch_for_one_thread(thread: int) -> Callable[..., None]:
         def method(*args: Any, **kwargs: Any) -> Any:
             return (new if threading.get_ident() == thread else before)(*args, **kwargs)
 
-        original(self, cls, name, method if threading.get_ident() == thread else new, deduplicate)
+        ours = threading.get_ident() == thread
+        if not ours and somebody_compiles():
+            changes.append(f"{cls.__name__}.{name}")
+        original(self, cls, name, method if ours else new, deduplicate)
 
     return patch_method

@@ -16,9 +16,7 @@ from ....compile.warm import Loaded, NoBundle
 from ....errors import ModelMismatch
 from ...core.exchange import Exchange
 from ...core.records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
-from .tracing_thread import TracingThread, beside_steps
-
-ATTEMPTS = 3
+from .tracing_thread import NotKnown, TracingThread, beside_steps
 
 
 class Background:
@@ -28,10 +26,17 @@ class Background:
         self._missing = missing
         self._records = records
         self._began = time.perf_counter()
-        self._loaded: Loaded | None = None
+        self._loaded: Loaded | BundleMiss = BundleMiss("a process that was forked has no threads")
         self._phase = ""
         self._compile_records = CompileRecords()
-        self.thread = TracingThread("piecegraph-background", self._compile, self._failed, exchange)
+        self.thread = TracingThread(
+            "piecegraph-background",
+            self._compile,
+            self._failed,
+            exchange,
+            0.0,
+            missing.request.state,
+        )
         self._note("started")
 
     @property
@@ -46,12 +51,12 @@ class Background:
         """
         failure, compiled = self.thread.failure, None
         if not failure:
-            assert self._loaded is not None
-            local: Loaded | BundleMiss = self._loaded
-            try:
-                compiled = self._loaded.compiled.rebound()  # weights may have been replaced since
-            except ModelMismatch as error:
-                local = BundleMiss(str(error))
+            local = self._loaded
+            if isinstance(local, Loaded):
+                try:
+                    compiled = local.compiled.rebound()  # weights may have been replaced since
+                except ModelMismatch as error:
+                    local = BundleMiss(str(error))
             if isinstance(agreed := self._missing.agree(local), BundleMiss):
                 failure = str(agreed)
         if failure:
@@ -66,24 +71,24 @@ class Background:
         request = beside_steps(self._missing.request, apart, self.thread)
         request = replace(request, progress=self._note)
         self._compile_records = apart.compile
+        key = without_bundle(
+            request
+        ).key  # of the state of `prepare`, and of the model as it is now
+        self._missing = replace(self._missing, key=key)
         try:
-            for _ in range(ATTEMPTS):  # a model that is changed meanwhile is compiled again
-                compile_missing(replace(self._missing, request=request))
-                outcome = self._missing.load()
-                if isinstance(outcome, Loaded):
-                    self._loaded = outcome
-                    return ""
-                failure = str(outcome)
-                if self._compile_records.not_stored():
-                    break
-                self._missing = without_bundle(self._missing.request)
+            compile_missing(replace(self._missing, request=request))
+            outcome = self._missing.load()
         finally:
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
-        return self._failure(failure)
+        if isinstance(outcome, Loaded):
+            self._loaded = outcome
+            return ""
+        return self._failure(str(outcome))
 
     def _failed(self, error: Exception) -> str:
-        return self._failure(f"{type(error).__name__}: {error}")
+        known = isinstance(error, NotKnown)
+        return self._failure(str(error) if known else f"{type(error).__name__}: {error}")
 
     def _failure(self, failure: str) -> str:
         not_stored = self._compile_records.not_stored()
@@ -103,7 +108,9 @@ class Libraries:
         self._request = request
         self._records = records
         self._began = time.perf_counter()
-        self.thread = TracingThread("piecegraph-libraries", self._build, self._failed)
+        self.thread = TracingThread(
+            "piecegraph-libraries", self._build, self._failed, state=request.state
+        )
 
     def _build(self) -> str:
         from ....compile.ahead import compile_ahead

@@ -1,7 +1,8 @@
 """A warm start is verified; a cold one may serve meanwhile.
 
-Guarantee: code from a bundle is compared with a new trace of the model beside the steps: if it is
-stale, the next step runs the model uncompiled, until it is compiled again. With `bundle="serve"` an
+Guarantee: code from a bundle is compared with a new trace of the model beside the steps: if two
+show that it is stale, the next step runs the model uncompiled, until it is compiled again. A trace
+that was disturbed is tried again and stops no step. With `bundle="serve"` an
 uncompiled model is compiled beside its steps, and switches to the compiled code between two of
 them. A bundle that fails in two starts is put aside. Several ranks replace code at the same step.
 Cost: while a thread works, one look at it per step, else none. Switch:
@@ -31,6 +32,7 @@ from ...part import CaptureSet, Part, Run
 from ...setup.policy import Policy
 from .background import Background, Libraries
 from .bundle_failures import note_failure
+from .tracing_thread import PATIENCE_S, WAIT_S
 from .verification import Verification, stale
 
 Beside = Background | Verification | Libraries
@@ -63,6 +65,8 @@ class StartsPart(Part):
         self._captures = False
         """Whether the startup set is captured once compiled code serves."""
         self._replacing = False
+        self._refused = False
+        """Whether an explicit wait has raised BundleStale: each step does so, too."""
         self._lock = threading.RLock()
 
     def start(self) -> None:
@@ -86,23 +90,29 @@ class StartsPart(Part):
         """Wait until the bundle of this start is compared with a new trace of the model.
 
         Returns what `report()["cache"]["verified"]` states: whether it is the model's, or why that
-        is not known, as after `timeout_s`. After a difference the next step runs the model
-        uncompiled, until it is compiled again. Raises BundleStale with `bundle="force"`.
+        is not known, as after `timeout_s`. A try that waits begins at once. After a difference the
+        next step runs the model uncompiled, until it is compiled again. With `bundle="force"` this
+        raises BundleStale, as all steps do from then on.
         """
         records = self._core.environment.records
         if isinstance(beside := self.beside, Verification):
             beside.ready()
             beside.thread.join(timeout_s)
-            for difference in records.of(Stale):
-                self._must_not_be_forced(difference.difference)
+        if records.of(Stale) and self._is_forced:
+            self._refused = self.between_steps = True
+            self._core.link()
+            self._must_not_be_refused()
         return verified(records)
 
     def before_step(self, batch: Batch | None) -> None:
-        """Replace code if work beside the steps is over. Raises BundleStale with `force`."""
+        """Replace code if work beside the steps is over. Raises BundleStale once a wait has."""
         self._core.steps.must_be_idle()
         with self._lock:
+            if batch is None and isinstance(self.beside, Verification):
+                self.beside.ready()
             if self.beside is not None and self.beside.thread.poll():
                 self._follow(self.beside, waited=False)
+        self._must_not_be_refused()
 
     def around(self, run: Run) -> Run:
         if not isinstance(self.beside, Background):
@@ -154,7 +164,8 @@ class StartsPart(Part):
         background, core = self.beside, self._core
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while isinstance(background, Background):
-            background.thread.join(max(0.0, min(1.0, end - time.monotonic())))
+            if background.thread.join(max(0.0, min(1.0, end - time.monotonic()))):
+                end = min(end, time.monotonic() + PATIENCE_S)  # for the state of `prepare`
             with self._lock:
                 if self.beside is not background:  # another thread has switched
                     return
@@ -164,6 +175,7 @@ class StartsPart(Part):
                     self._follow(background, waited=True)
                 if over or expired:
                     return
+            time.sleep(WAIT_S)
 
     def _start(self, beside: Beside) -> None:
         self._use(beside)
@@ -175,7 +187,7 @@ class StartsPart(Part):
 
     def _use(self, beside: Beside | None) -> None:
         self.beside = beside
-        self.between_steps = beside is not None
+        self.between_steps = beside is not None or self._refused
         self._core.is_provisional = isinstance(beside, Background)
         self._core.link()
 
@@ -211,25 +223,29 @@ class StartsPart(Part):
         records.add(Switched(background.seconds, thread.steps, span.seconds * 1000))
 
     def _leave_bundle(self, difference: str) -> None:
-        """Run the model uncompiled, and compile it beside its steps. Raises where that is not
-        allowed, before each step."""
+        """Run the model uncompiled, and compile it beside its steps where that is allowed."""
         core, records = self._core, self._core.environment.records
         if not records.of(Stale):  # another rank has found it
             records.add(Stale(0.0, difference))
-        self._must_not_be_forced(difference)
         captures = bool(core.graphs.recordings())
-        request = self._request
-        background = Background(without_bundle(request), records, request.exchange)
         self._stop()
         self._replacing = True
         try:
             core.serve_uncompiled()
         finally:
             self._replacing = False
+        if self._is_forced:
+            return
+        request = self._request
         with allow_compilation():
-            self._start(background)
+            self._start(Background(without_bundle(request), records, request.exchange))
         self._captures = captures
 
-    def _must_not_be_forced(self, difference: str) -> None:
-        if self._core.environment.config.bundle is BundleUse.FORCE:
+    @property
+    def _is_forced(self) -> bool:
+        return self._core.environment.config.bundle is BundleUse.FORCE
+
+    def _must_not_be_refused(self) -> None:
+        if self._refused:
+            difference = self._core.environment.records.of(Stale)[0].difference
             raise stale(self._request, difference)

@@ -1,25 +1,26 @@
 """A thread that traces a model while other threads of the process serve it.
 
-Only this process knows the model's hooks, patches and registries, so it is traced here. Settings of
-torch that belong to a thread or a context are those of the thread that makes this one. What a trace
-changes in the whole process is kept away from the threads that serve.
+Only this process knows the model's hooks, patches and registries, so it is traced here. The state
+of torch is that of `prepare`: what torch keeps for each thread is installed, for the rest the
+thread waits, and what was done under another state is done again. What a trace changes in the whole
+process is kept away from the threads that serve.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 
-import torch
-
 from ....compile.ir.compilation import CompileRequest
-from ....torch_compat.basics.devices import autocast_devices
+from ....errors import SettingsChanged
+from ....torch_compat.basics.settings import TorchState
+from ....torch_compat.tracing.first_imports import import_alone, import_tracer
 from ....torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 from ...core.allowed_work import allow_compilation
 from ...core.exchange import Exchange
@@ -34,20 +35,33 @@ With the default the longest step beside a trace of 32 layers took 0.8 s, with t
 STEPS_PER_EXCHANGE = 16
 """How often several ranks compare whether it is over."""
 
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 0.0)
+"""Before the next try after each that told nothing, the last one included."""
+
+WAIT_S = 0.05
+PATIENCE_S = 600.0
+"""How long a try waits for the state of `prepare`."""
+
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
+os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class WorkEnded(BaseException):
     """Ends the work at a checkpoint. No handler of `Exception` on the way may keep it."""
 
 
-class TracingThread:
-    """Runs `work` once beside the steps of a model, and says at which step it is over.
+class NotKnown(Exception):
+    """A try told nothing, for the reason given."""
 
-    `work` calls `checkpoint` between its phases and returns why it failed, or nothing. It is ended
-    nowhere else: what a phase has replaced in torch is put back. A program that ends waits for the
-    next checkpoint: a thread in torch's C++ code aborts an interpreter that has ended (`terminate
-    called without an active exception`).
+
+class TracingThread:
+    """Runs `work` beside the steps of a model until its outcome is settled, and says at which step.
+
+    `work` calls `checkpoint` between its phases and returns why it failed, or nothing. A process
+    does not hold still beside it: a failure counts when it is the same twice, and what is NotKnown
+    is tried again. It is ended nowhere else than at a checkpoint: what a phase has replaced in
+    torch is put back. A program that ends waits for the next one: a thread in torch's C++ code
+    aborts an interpreter that has ended (`terminate called without an active exception`).
     """
 
     def __init__(
@@ -57,17 +71,19 @@ class TracingThread:
         failed: Callable[[Exception], str],
         exchange: Exchange | None = None,
         latest_start_s: float = 0.0,
+        state: TorchState | None = None,
     ) -> None:
         """`failed` gives the failure for what was raised. `exchange` compares what ranks state.
 
-        The work begins `latest_start_s` after `start`, or earlier when `wake` is set.
+        The work begins `latest_start_s` after `start`, or earlier when `wake` is set. `state` is
+        that of now by default.
         """
         self.failure = ""
         """Why it failed, on any rank, once it is over."""
         self.steps = 0
         self.stopped = False
         self.wake = threading.Event()
-        """Lets the work begin; set when it is stopped."""
+        """Lets the work begin, and ends a pause between two tries; set when it is stopped."""
         self._found = ""
         """What `work` returned. Set by the thread, so `failure` is not: an exchange takes time."""
         self._name = name
@@ -75,12 +91,9 @@ class TracingThread:
         self._failed = failed
         self._exchange = exchange
         self._latest_start_s = latest_start_s
-        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._device = torch.get_default_device()
-        self._autocast_cache = torch.is_autocast_cache_enabled()
-        self._autocast_dtypes = {
-            device: torch.get_autocast_dtype(device) for device in autocast_devices()
-        }
+        self._state = state or TorchState.now()
+        self._changes: list[str] = []
+        """What other threads have changed meanwhile."""
         keep_device_guard()
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
@@ -105,9 +118,11 @@ class TracingThread:
     def is_over(self, expired: bool = False) -> tuple[bool, bool]:
         """Whether it has ended on all ranks or failed on one, and whether a rank's time `expired`.
 
+        What succeeded has not ended while the process is in another state than it was made under.
         With several ranks all must make the same call.
         """
-        ended, failure = self.join(0), self._found
+        failure = self._found
+        ended = self.join(0) and (bool(failure) or not self._state.changed_in_process())
         if self._exchange is not None:
             own = {"ended": ended, "failure": failure, "expired": expired}
             stated = self._exchange(self._name, own)
@@ -128,6 +143,59 @@ class TracingThread:
         if self.stopped:
             raise WorkEnded
 
+    def changed_meanwhile(self) -> str:
+        """`CompileRequest.changed_meanwhile`."""
+        changes = "; ".join(dict.fromkeys(self._changes))
+        self._changes.clear()
+        return changes
+
+    def _settled(self) -> str:
+        """What `work` returns: nothing, or the same failure twice in a row.
+
+        What it raises is a failure, too. NotKnown and SettingsChanged are none: it is tried again,
+        with growing pauses.
+        """
+        before, last = "", Exception()
+        for pause_s in PAUSES_S:
+            self._wait_for_state()
+            try:
+                found = self._tried()
+            except (NotKnown, SettingsChanged) as error:
+                before, last = "", error
+                self._pause(pause_s)
+                continue
+            if not found or found == before:
+                return found
+            before, last = found, NotKnown(found)
+        return self._failed(last)
+
+    def _tried(self) -> str:
+        with self._alone():
+            try:
+                found = self._work()
+            except (NotKnown, SettingsChanged):
+                raise
+            except Exception as error:
+                found = self._failed(error)
+        if found and (changed := self.changed_meanwhile()):
+            raise SettingsChanged(changed=changed)
+        return found
+
+    def _wait_for_state(self) -> None:
+        """Wait until the process is in the state of `prepare`. Raises SettingsChanged."""
+        waited_s = 0.0
+        while changed := self._state.changed():
+            if waited_s > PATIENCE_S:
+                raise SettingsChanged(changed=changed)
+            self._pause(WAIT_S)
+            waited_s += WAIT_S
+
+    def _pause(self, seconds: float) -> None:
+        self.wake.clear()
+        self.checkpoint()
+        self.wake.wait(seconds)
+        self.checkpoint()
+
     def _end(self) -> None:
         self.stop()
         self.join()
@@ -142,40 +210,13 @@ class TracingThread:
 
     def _run_as_started(self) -> None:
         self.wake.wait(self._latest_start_s)
-        if torch.get_default_device() != self._device:
-            torch.set_default_device(self._device)
-        torch.set_autocast_cache_enabled(self._autocast_cache)
-        for device, dtype in self._autocast_dtypes.items():
-            torch.set_autocast_dtype(device, dtype)
-        with (
-            suppress(WorkEnded),
-            self._alone(),
-            self._after_imports(),
-            torch.inference_mode(self._inference),
-            torch.set_grad_enabled(self._grad),
-            allow_compilation(),
-            unseen_by_other_threads(),
-        ):
-            self._found = self._work()
-
-    @contextmanager
-    def _after_imports(self) -> Iterator[None]:
-        """Let other threads end their imports of torch.
-
-        Dynamo and Inductor import each other. If one thread begins with the one and another with
-        the other, Python gives both a module that is imported by half.
-        """
-        while any(
-            name.startswith("torch.") and getattr(module.__spec__, "_initializing", False)
-            for name, module in tuple(sys.modules.items())
-        ):
-            self.checkpoint()
-            time.sleep(0.01)
-        yield
+        with suppress(WorkEnded), self._state.installed(), allow_compilation():
+            import_alone(_import_cold_half, self.checkpoint)
+            self._found = self._settled()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, unseen_by_other_threads() as self._changes:
             self.checkpoint()
             before = sys.getswitchinterval()
             try:
@@ -185,9 +226,15 @@ class TracingThread:
                 sys.setswitchinterval(before)
 
 
+def _import_cold_half() -> None:
+    """All that traces, ours too: a fork waits for it, and no child has a module by half."""
+    import_tracer()
+    from ....compile import ahead, verify  # noqa: F401
+
+
 def beside_steps(request: CompileRequest, apart: Records, thread: TracingThread) -> CompileRequest:
     """The request for work in `thread`, with records of its own: a start's stay as they are."""
     return replace(
         request, records=apart.compile, events=apart.events, serving=True,
-        checkpoint=thread.checkpoint,
+        checkpoint=thread.checkpoint, changed_meanwhile=thread.changed_meanwhile,
     )  # fmt: skip

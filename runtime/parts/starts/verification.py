@@ -1,6 +1,8 @@
 """Verify the bundle of a warm start: trace the model again beside its steps and compare.
 
-Every warm start does: what a model depends on has no end, so that no other start stands for it.
+Three outcomes: equal; different, which two traces show in the same way; not known, after which it
+is tried again and no step is stopped. Every warm start is verified: what a model depends on has no
+end, so that no other start stands for it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from ....compile.ir.plan import Plan
 from ....errors import BundleStale
 from ...core.records import NotVerified, Records, Stale, Verified
 from ...core.report import verified
-from .tracing_thread import TracingThread, beside_steps
+from .tracing_thread import NotKnown, TracingThread, beside_steps
 
 LATEST_START_S = 5.0
 """A trace begins when the model is ready, and at most so long after `prepare`."""
@@ -25,21 +27,30 @@ class Verification:
         self._request = request
         self._plan = plan
         self._records = records
+        self._difference = ""
+        """What the last try found."""
         self.thread = TracingThread(
             "piecegraph-verification",
-            self._compare,
+            self._verify,
             self._failed,
             request.exchange,
-            latest_start_s=LATEST_START_S,
+            LATEST_START_S,
+            request.state,
         )
 
     def ready(self) -> None:
-        """The model has what it needs to serve: the trace disturbs no start any more."""
+        """Trace now: the model has what it needs to serve, or the engine has time."""
         self.thread.wake.set()
 
     def refusal(self) -> str | None:
-        """Compare now: why the bundle must not be used, on any rank."""
-        refusal = self._compare() or verified(self._records)
+        """Compare now, once: why the bundle must not be used, on any rank."""
+        try:
+            difference, seconds = self._compared()
+        except Exception as error:
+            self._failed(error)
+        else:
+            self._records.add(Stale(seconds, difference) if difference else Verified(seconds))
+        refusal = difference if self._records.of(Stale) else verified(self._records)
         if self._request.exchange is None:
             return None if refusal is True else str(refusal)
         stated = self._request.exchange("verified bundle", {"refusal": refusal})
@@ -49,25 +60,40 @@ class Verification:
         return found[0] if found else None
 
     def _failed(self, error: Exception) -> str:
-        self._records.add(NotVerified(f"{type(error).__name__}: {error}"))
+        """Nothing is known yet, or for good: no failure."""
+        known = isinstance(error, NotKnown)
+        self._records.add(NotVerified(str(error) if known else f"{type(error).__name__}: {error}"))
         return ""
 
-    def _compare(self) -> str:
-        """The first difference, or nothing; records what was found."""
+    def _verify(self) -> str:
+        """In the thread: the first difference, or nothing. Stale the second time."""
+        before, self._difference = self._difference, ""
+        try:
+            self._difference, seconds = self._compared()
+        except Exception as error:
+            self._failed(error)
+            raise NotKnown(str(verified(self._records))) from error
+        if not self._difference:
+            self._records.add(Verified(seconds))
+        elif self._difference == before:
+            self._records.add(Stale(seconds, before))
+        else:
+            self._failed(NotKnown(f"one trace differs: {self._difference}"))
+        return self._difference
+
+    def _compared(self) -> tuple[str, float]:
+        """The first difference, or nothing, and the seconds that it took."""
         from ....compile.verify import first_difference
 
         began, apart = time.perf_counter(), Records()
         request = beside_steps(self._request, apart, self.thread)
+        name = f"verification of {type(request.model).__qualname__}"
         try:
-            difference = first_difference(request, self._plan)
-        except Exception as error:
-            return self._failed(error)
-        seconds = round(time.perf_counter() - began, 3)
-        if difference is not None:
-            self._records.add(Stale(seconds, difference))
-            return difference
-        self._records.add(Verified(seconds))
-        return ""
+            with apart.events.trace_unit(0, name):
+                difference = first_difference(request, self._plan)
+        finally:
+            self._records.counters["dynamo_traces"] += apart.counters["dynamo_traces"]
+        return difference or "", round(time.perf_counter() - began, 3)
 
 
 def stale(request: CompileRequest, difference: str) -> BundleStale:

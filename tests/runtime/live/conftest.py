@@ -6,7 +6,10 @@ requests start is in a buffer that keeps its place, as graphs of whole batches n
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,10 +37,14 @@ from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.config import compile_config
+from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
 from ..conftest import Served, compile_once, prepare_on_replay, strict_backend
+from .hostile_engine import HostileEngine
 
 MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
+HOSTILE = "HOSTILE_ENGINE"
+"""The variable with the file that is told how often the hostile engine did what."""
 
 
 @dataclass
@@ -204,8 +211,31 @@ LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
 
 
 @pytest.fixture
+def hostile_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileEngine | None]:
+    """Where HOSTILE_ENGINE names a file, an engine disturbs each test; no call of its own fails."""
+    if HOSTILE not in os.environ:
+        yield None
+        return
+    engine, join = HostileEngine(), TracingThread.join
+
+    def join_while_disturbed(thread: TracingThread, timeout_s: float | None = None) -> bool:
+        with engine.test_waits() if timeout_s != 0 else nullcontext():
+            return join(thread, timeout_s)
+
+    monkeypatch.setattr(TracingThread, "join", join_while_disturbed)
+    with engine.running():
+        yield engine
+    with open(os.environ[HOSTILE], "a") as file:
+        file.write(f"{json.dumps(engine.ran)}\n")
+    assert engine.errors == []
+
+
+@pytest.fixture
 def prepare_live(
-    attend_op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    attend_op: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hostile_engine: HostileEngine | None,
 ) -> Iterator[Callable[..., LiveServed]]:
     """Models prepared on one cache, with a compiler that takes no time; closed at the end."""
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
@@ -231,9 +261,10 @@ def prepare_live(
         ).changed(**settings)
         model, stage = model or Model(), Stage()
         backend = strict_backend(**(replay or {}))
-        prepared = prepare(
-            model, config, layers={"stage": stage}, backend=backend, ranks=ranks, events=events
-        )
+        with nullcontext() if hostile_engine is None else hostile_engine.turn:
+            prepared = prepare(
+                model, config, layers={"stage": stage}, backend=backend, ranks=ranks, events=events
+            )
         served.append(prepared)
 
         def expected(x: Tensor) -> Tensor:

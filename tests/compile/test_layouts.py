@@ -1,0 +1,96 @@
+"""Where weights lie is no difference: another layout is verified, and equal layers are one piece.
+
+Conditions state form and value of a weight, not its place. Layouts are compared with a plain one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph.cache import Cache
+from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.ir.plan import Plan
+from piecegraph.compile.verify import first_difference
+from piecegraph.config import Config, compile_config
+from piecegraph.events import Events
+
+from .models import MIX, Stack, X
+from .starts import CPU, start, use_text_compiler
+
+pytestmark = pytest.mark.compile
+LAYERS, PLACES = 4, 16
+
+
+class Counting(Stack):
+    """The first layer counts its calls in its bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0].up.bias.add_(1)
+        return super().forward(x)
+
+
+def moved(model: nn.Module, place: Callable[[Tensor], Tensor]) -> nn.Module:
+    """`model` with equal weights where `place` puts them."""
+    for weight in model.requires_grad_(False).parameters():
+        weight.data = place(weight.data)
+    return model
+
+
+def in_one_buffer(seed: int, begin: int = 0) -> Callable[[Tensor], Tensor]:
+    """Views of one flat buffer, aligned, in any order and with gaps; some stay where they are."""
+    numbers, flat = random.Random(seed), torch.empty(128 * PLACES)
+    places = iter(numbers.sample(range(PLACES), PLACES))
+
+    def place(values: Tensor) -> Tensor:
+        if numbers.random() < 0.2:
+            return values
+        first = 128 * next(places) + 4 * numbers.randrange(16) + begin
+        return flat.as_strided(values.size(), values.stride(), first).copy_(values)
+
+    return place
+
+
+def difference(model: nn.Module, plan: Plan) -> str | None:
+    settings = Config(compiler="text", max_num_tokens=64, inputs=X, splitting_ops=MIX)
+    events = Events()
+    request = CompileRequest(model, compile_config(settings), Cache(None, events), events, CPU)
+    return first_difference(request, plan)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    use_text_compiler(monkeypatch)
+    return start(moved(Stack(LAYERS), torch.clone), tmp_path, splitting_ops=MIX).compiled.plan
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_layout_is_no_difference(plan: Plan, tmp_path: Path, seed: int) -> None:
+    model, x = moved(Stack(LAYERS), in_one_buffer(seed)), torch.randn(5, 8)
+    warm = start(model, tmp_path, splitting_ops=MIX)
+    assert warm.hit
+    torch.testing.assert_close(warm(x), model(x))
+    assert difference(model, plan) is None
+    cold = start(model, tmp_path / "empty", splitting_ops=MIX)
+    assert len(cold.compiled.plan.pieces) == len(plan.pieces) < LAYERS
+
+
+def test_weights_on_top_of_each_other_are_no_difference_unless_one_is_written(
+    plan: Plan, tmp_path: Path
+) -> None:
+    flat = torch.zeros(64)
+    places = torch.clone, lambda values: flat[: values.numel()].view(values.shape)
+    for kind, differs in ((Stack, False), (Counting, True)):
+        apart, shared = (moved(kind(LAYERS), place) for place in places)
+        made = start(apart, tmp_path / kind.__name__, splitting_ops=MIX).compiled.plan
+        assert (difference(shared, made) is not None) == differs
+
+
+def test_another_alignment_is_a_difference(plan: Plan) -> None:
+    found = difference(moved(Stack(LAYERS), in_one_buffer(0, begin=1)), plan)
+    assert "a value that its nodes hold differs" in str(found)
