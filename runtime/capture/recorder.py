@@ -152,7 +152,8 @@ class Recorder:
         self.ownership = Ownership()
         self._session = session
         self._open: Capture | None = None
-        self._in_op = False
+        self.in_op = False
+        """Whether a splitting op runs, between two graphs."""
         self._has_regions = False
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
@@ -201,7 +202,7 @@ class Recorder:
 
         In the warm-up run, call `fn` and note the form of its result.
         """
-        if self._in_op:  # called by another splitting op, which is kept as a whole
+        if self.in_op:  # called by another splitting op, which is kept as a whole
             return fn(*args, **kwargs)
         if self._open is None:
             result = self._run(partial(fn, *args, **kwargs))
@@ -232,11 +233,11 @@ class Recorder:
 
     def _run(self, call: Callable[[], Any]) -> Any:
         """Run a splitting op."""
-        self._in_op = True
+        self.in_op = True
         try:
             return call()
         finally:
-            self._in_op = False
+            self.in_op = False
 
     def _run_in_capture(self, name: str, call: Callable[[], Any]) -> None:
         """Run a splitting op, and note the memory that it makes and leaves elsewhere than in its

@@ -423,7 +423,7 @@ FAULTS = [
     Fault("a weight moves between two steps", moved_weight, "PIECEWISE",
           says="MovedTensor: before.weight moved"),
     Fault("the KV cache moves after the capture", case(moves=True, sizes=(4, 12)), "FULL",
-          "index_add_ (faulty_models.py:", says="moved after the capture: layers['layer'].cache"),
+          says="MovedTensor: layers['layer'].cache moved"),
     Fault("metadata is in new memory", metadata_in_new_memory, "FULL",
           says="MovedTensor: metadata.weights moved"),
     Fault("a FULL graph froze a host value", frozen_host_value, "FULL",

@@ -162,7 +162,7 @@ MODES = ("none", "piecewise", "full-decode-only", "full-and-piecewise")
         {"kv_blocks": 76, "block_size": 2},  # it preempts
         {"speculate": 2, "max_num_tokens": 24},
         {"overlap": True},
-        {"buckets": True, "capture_sizes": None, "max_num_tokens": 32},
+        {"buckets": "linear", "capture_sizes": None, "max_num_tokens": 32},
     ],
     ids=str,
 )

@@ -252,3 +252,11 @@ def test_operators_of_higher_order_run_by_their_kernel():
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     op = mock.Mock(py_kernels={key: lambda *args, **kwargs: (args, kwargs)})
     assert run_higher_order(op, (1, 2), {"x": 3}) == ((1, 2), {"x": 3})
+
+
+def test_arguments_that_are_sizes_are_told_from_numbers() -> None:
+    x = torch.ones(3)
+    numbers, sizes = ops.scalar_and_size_arguments(aten.narrow.default, (x, 0, 1), {"length": 2})
+    assert (numbers[0] is x, sizes) == (True, [0, 1, 2])
+    numbers, sizes = ops.scalar_and_size_arguments(aten.mul.Scalar, (x, 5), {})
+    assert (numbers[1], sizes) == (5, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 
@@ -82,3 +83,17 @@ def test_compiler_lock_takes_the_lock_of_dynamo_first() -> None:
             assert not inside.is_set()
     assert inside.wait(10)
     thread.join()
+
+
+def test_somebody_who_compiles_is_seen_from_another_thread() -> None:
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(patch.somebody_compiles())
+
+    for inside in (patch.compiler_lock(), nullcontext()):
+        with inside:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+    assert seen == [True, False]

@@ -177,3 +177,14 @@ def test_what_a_trace_learned_of_a_size_is_forgotten():
     assert not env.axioms
     assert env.var_to_range[symbol].lower <= 1
     assert env.var_to_range[symbol].upper >= 64
+
+
+def test_a_run_on_symbolic_inputs_has_its_choices_with_their_lines() -> None:
+    inputs = [(torch.ones(5, 4), ("rows", None)), (torch.ones(5), ("rows",))]
+    with symbolic.symbolic_inputs(inputs) as ((x, y), labels, env):
+        assert x.shape[1] == 4
+        bool(x.shape[0] == 1)
+        (symbol,) = labels
+        assert y.shape[0].node.expr == symbol
+        found = [(str(guard), line) for guard, line in symbolic.guards_of_run(env)]
+    assert any(str(symbol) in text and (line or "").startswith(__file__) for text, line in found)

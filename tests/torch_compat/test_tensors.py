@@ -298,3 +298,9 @@ def test_contents_are_written_back_in_any_mode(inference: bool) -> None:
     for each in (tensor, parameter):
         tensors.write_back(each, torch.zeros(3))
         assert each.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_containers_come_before_what_they_hold() -> None:
+    value = {"a": [1, None], "b": Pair(2, ())}
+    found = [(path, type(each)) for path, each in tensors.containers_with_paths(value)]
+    assert found == [((), dict), (("a",), list), (("b",), Pair), (("b", "right"), tuple)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import BatchDescriptor, RuntimeMode
 from ...errors import PiecegraphError, StaleContext
+from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.ops import overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..steps import replay_step
@@ -135,15 +136,18 @@ def _captured(
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operation with its host arguments and the shapes of its tensors."""
+    """Notes each operation with its host arguments and the shapes of its tensors, but not those of
+    splitting ops that run between graphs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shown = [_host_value(each) for each in tree_leaves((args, kwargs or {}))]
-        self.operations.append(f"{overload_name(func)}({', '.join(shown)})")
+        recorder = ACTIVE.get()
+        if recorder is None or not recorder.in_op:
+            shown = [_host_value(each) for each in tree_leaves((args, kwargs or {}))]
+            self.operations.append(f"{overload_name(func)}({', '.join(shown)})")
         return func(*args, **(kwargs or {}))
 
 

@@ -30,7 +30,7 @@ class Registrations:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         """`changed` is a method: torch's hooks, which outlive models, do not hold its object."""
-        modules = self._modules = WeakSet[nn.Module]()
+        modules = self._watched = WeakSet[nn.Module]()
         method = WeakMethod(changed)
 
         def hook(module: nn.Module, name: str, value: object) -> None:
@@ -40,7 +40,7 @@ class Registrations:
         self.close = finalize(self, _remove, [register(hook) for register in _KINDS])
 
     def watch(self, model: nn.Module) -> None:
-        self._modules.update(model.modules())
+        self._watched.update(model.modules())
 
 
 def _remove(handles: list[Any]) -> None:

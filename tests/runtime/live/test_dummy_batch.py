@@ -181,7 +181,7 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
     )  # fmt: skip
     before = model.cache.clone()
     if other_rows:
-        with pytest.raises(OtherRowsWritten, match=r"wrote to rows \[7, 9\] of dimension 0"):
+        with pytest.raises(OtherRowsWritten, match=r"wrote to rows \[(7, )?9\] of dimension 0"):
             prepare(model, config, backend=strict_backend()).capture()
         return
     prepared = prepare(model, config, backend=strict_backend())

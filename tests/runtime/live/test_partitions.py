@@ -222,7 +222,7 @@ def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path: Path) -> None:
     prepared = prepare(model, config(tmp_path, GraphMode.PIECEWISE), backend=strict_backend())
     prepared.capture(lambda descriptor, mode: None)
     (mixed,) = prepared.report()["rows_mixed"]
-    assert "argument of partitions.attend" in mixed["result"]
+    assert "argument 0 of partitions.attend" in mixed["result"]
     assert check(prepared, model, copy.deepcopy(model)) == {"NONE", "PIECEWISE"}
 
 

@@ -274,7 +274,8 @@ def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(
     assert len(served.stage.turns) == 3
     facts = served.prepared.report()["shadow"]
     assert (facts["wrong"], facts["stopped"]) == ([], None)
-    assert sum(row["proved"] for row in facts["graphs"]) == 3
+    # the first step that writes an attribute may have set it up
+    assert sum(row["proved"] for row in facts["graphs"]) == 2
     served.prepared.shadow_idle()
     for _ in range(2):  # the first of them is proved after the second
         served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))

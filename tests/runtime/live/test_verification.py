@@ -338,6 +338,7 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
 def test_an_error_at_any_point_of_a_trace_is_no_difference(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
