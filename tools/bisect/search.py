@@ -40,7 +40,7 @@ from .stages import (
     stages,
     with_own_cache,
 )
-from .state import State, addresses, row_numbers
+from .state import State, row_numbers
 
 Say = Callable[[str], None]
 
@@ -128,7 +128,6 @@ class _Search:
                 piece = error.facts.get("piece") if isinstance(error, PieceFailed) else None
                 notes = f"preparing raised {_described_error(error)}", self._padding_value(stage)
                 return _noted(Finding(stage.name, 0, size, size, piece), *notes)
-            captured = addresses(case.layers)
             self.state.restore()
             prepared.parts.checks.compare_all()
             watch = stage.name in STRATEGIES
@@ -139,10 +138,9 @@ class _Search:
             finding = self._located(stage, prepared, failure)
             if stage.name in (PIECEWISE, FULL) and failure.ran.error is None:
                 try:
-                    finding = self._by_rerun(stage, prepared, failure, finding)
+                    return self._by_rerun(stage, prepared, failure, finding)
                 except Exception as error:
-                    finding = _noted(finding, _failed(error))
-                return _noted(finding, self._moved(prepared, failure, captured))
+                    return _noted(finding, _failed(error))
         return finding
 
     def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> Failure | None:
@@ -322,22 +320,6 @@ class _Search:
             use = find_piece(plan, rerun.right, WrongCall(calls, "", itself=False))
             finding = replace(finding, piece=None if use is None else plan.piece_uses()[use])
         return _noted(finding, note, how)
-
-    def _moved(
-        self, prepared: PreparedModel, failure: Failure, captured: dict[str, tuple[int, int]]
-    ) -> str:
-        """What the graph of a step reads and was elsewhere at its capture."""
-        recording = dict(prepared.recordings()).get(failure.ran.decision.graph_index)
-        if recording is None or failure.ran.decision.mode is not RuntimeMode.FULL:
-            return ""
-        read = {each.untyped_storage().data_ptr() for each in recording.ownership.found()}
-        self._again_in(prepared, failure.index)
-        now = addresses(self.case.layers)
-        anywhere = not read & {at[0] for at in (*captured.values(), *now.values())}
-        names = [
-            n for n, at in captured.items() if now.get(n) != at and (at[0] in read or anywhere)
-        ]
-        return f"moved after the capture: {', '.join(names)}" if names else ""
 
     def _again_in(self, prepared: PreparedModel, index: int) -> None:
         """Run the steps up to this one in `prepared` again."""
