@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.core.preserved import SavedMemory
+from ...runtime.tensors_by_path import tensors_by_path
 from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
@@ -89,6 +90,14 @@ def row_numbers(elements: Tensor) -> list[int]:
     rows = elements.movedim(dim, 0).flatten(1) if elements.dim() > 1 else elements[:, None]
     numbers: list[int] = rows.any(1).nonzero().flatten().tolist()
     return numbers
+
+
+def addresses(layers: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Where the memory and the first element of each tensor of the layers are, by name."""
+    return {
+        name: (tensor.untyped_storage().data_ptr(), tensor.data_ptr())
+        for name, tensor in tensors_by_path("layers", layers)
+    }
 
 
 def _tensors(value: Any, name: str, depth: int) -> Iterator[_Place]:

@@ -1,0 +1,96 @@
+"""A small model with attention as a custom op, and runs of the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecegraph as pg
+from piecegraph.tools.cli.app import main
+
+HIDDEN = 8
+OP = "mission::attention"
+_LIBRARY = torch.library.Library("mission", "DEF")
+
+
+def attention(x: Tensor) -> Tensor:
+    """Adds to each row what the engine says of the step."""
+    with suppress(pg.PiecegraphError):
+        return x + (pg.get_forward_context().metadata or 0.0)
+    return x.clone()
+
+
+_LIBRARY.define("attention(Tensor x) -> Tensor")
+_LIBRARY.impl("attention", attention, "CompositeExplicitAutograd")
+torch.library.register_fake(OP, torch.empty_like, lib=_LIBRARY)
+
+
+class Model(nn.Module):
+    """Three equal layers with attention between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.ops.mission.attention(layer(x).relu())
+        return x
+
+
+Make = Callable[..., pg.PreparedModel]
+
+
+@pytest.fixture
+def prepare() -> Make:
+    """Prepares the model; a cache only if one is asked for."""
+
+    def make(**settings: Any) -> pg.PreparedModel:
+        changed = {
+            "splitting_ops": (OP,), "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
+            "max_num_tokens": 16, "max_num_reqs": 8, "capture_sizes": (2, 4, 8),
+            "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, "compiler": "eager",
+            "cache": False, **settings,
+        }  # fmt: skip
+        return pg.prepare(Model(), pg.Config(**changed))
+
+    return make
+
+
+def mode_of(prepared: pg.PreparedModel, num_tokens: int, decodes: bool, **batch: Any) -> str:
+    """The mode and padded size of a step, which is compared with the model's."""
+    x = torch.rand(num_tokens, HIDDEN)
+    reqs = num_tokens if decodes else 1
+    decode = {"is_decode": True, "query_len": 1} if decodes else {}
+    decision = prepared.dispatch(pg.Batch(num_tokens, reqs, **decode, **batch))
+    got = prepared.run(decision, x)
+    torch.testing.assert_close(got, Model()(x))
+    return f"{decision.mode.name} {decision.descriptor.num_tokens}"
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """`piecegraph run` with each step verified: its report."""
+
+    def call(*options: str) -> dict[str, Any]:
+        path = tmp_path / "report.json"
+        few = ["--requests", "6", "--length-scale", "0.04", "--backend", "eager", "--verify", "all"]
+        cache = [] if "--cache-dir" in options else ["--no-cache"]
+        assert main(["run", *few, *cache, "--json", str(path), *options]) == 0
+        report: dict[str, Any] = json.loads(path.read_text())
+        assert report["verification"]["ok"]
+        return report
+
+    return call

@@ -1,0 +1,61 @@
+"""Why it did what it did. From tlparse, vLLM's debug dumps, bisection of compilers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import piecegraph as pg
+from piecegraph.tools.cli.app import main
+
+from .conftest import HIDDEN, Make, Model
+
+CONFIG: dict[str, Any] = {
+    "splitting_ops": ("mission::attention",),
+    "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
+    "max_num_tokens": 16,
+    "compiler": "eager",
+    "graph_mode": "NONE",
+}
+
+
+def test_a_miss_is_explained(tmp_path: Path) -> None:
+    """piecegraph: what differs from the nearest bundle."""
+    config = pg.Config(**CONFIG, cache_dir=tmp_path)
+    forecast = pg.explain_miss(Model(), config)
+    assert forecast.reason == "absent"
+    assert "absent" in str(forecast)
+
+
+def test_a_bug_report_has_steps_graphs_and_trace(tmp_path: Path) -> None:
+    """vLLM: `debug_dump_path`; torch: structured traces for tlparse."""
+    folder = tmp_path / "bug"
+    few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
+    assert main(["run", *few, "--bug-report", str(folder)]) == 0
+    assert {each.name for each in folder.iterdir()} >= {"graphs", "log.txt", "steps.pt"}
+
+
+def test_a_right_run_bisects_to_nothing(tmp_path: Path, capsys: Any) -> None:
+    """Bisection over stages: each mode and strategy against the model."""
+    steps = tmp_path / "steps.pt"
+    few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
+    assert main(["run", *few, "--record", str(steps)]) == 0
+    assert main(["bisect", "--replay", str(steps), "--backend", "eager"]) == 0
+
+
+def test_what_a_step_checks_is_a_list(prepare: Make) -> None:
+    """piecegraph: `prepared.checks()`."""
+    prepared = prepare()
+    prepared.capture(None)
+    decision = prepared.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
+    assert {check["owner"] for check in prepared.checks(decision)} >= {"core", "checks"}
+
+
+def test_settings_are_checked_when_they_are_made() -> None:
+    """A wrong name is an error that says the nearest one."""
+    with pytest.raises(pg.PiecegraphError, match="max_num_tokens"):
+        pg.Config(max_num_token=3)
+    assert dataclasses.is_dataclass(pg.Batch)
