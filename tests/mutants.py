@@ -44,6 +44,7 @@ BLOCKS, DEFRAGMENTER = "tools/engine/block_manager.py", "tests/tools/test_defrag
 SAMPLER, DRAWS = "tools/engine/sampler.py", "tests/tools/test_sampler.py"
 
 PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", "lookup", "file"))
+MISSION = "tests/mission"
 BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
 
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
@@ -56,6 +57,15 @@ CUT_LIVE = f"{LIVE}/test_partitions.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
+    # capabilities: what deletes one fails its test in tests/mission
+    (PLANNED, 'LINEAR = "linear"', 'LINEAR = "none"', f"{MISSION}/test_bucketing.py -k linear"),
+    ("dispatch/buckets/file.py", "def read_buckets(", "def no_buckets(",
+     f"{MISSION}/test_bucketing.py -k file"),
+    ("tools/serve/run.py", "Defragmenter(", "None and (", f"{MISSION}/test_warmup.py -k moved"),
+    (SAMPLER, '            "sampler",', '            "other",',
+     f"{MISSION}/test_warmup.py -k warmed_up"),
+    ("compile/ir/plan.py", "cut_at: tuple[str, ...] = ()", "other: tuple[str, ...] = ()",
+     f"{MISSION}/test_torch_compile.py -k inductor"),
     (PARTITION, '"force_pointwise_cat": True', '"force_pointwise_cat": False',
      f"{CUT} -k parts_of"),
     (PARTITION, '"reorder_for_locality": False', '"reorder_for_locality": True',
