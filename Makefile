@@ -45,6 +45,7 @@ test-core: $(VENV)/.dev
 # More cases of what `make test` shows. About ten minutes.
 heavy: $(VENV)/.dev
 	$(PYTEST) -m "heavy and not gpu"
+	$(PYTEST) --hypothesis-profile=many tests/runtime/live/test_call_form.py tests/runtime/live/test_step_reads.py
 	$(PYTEST) --hypothesis-profile=many -k "properties or fit or coverage or replay_property" tests/dispatch tests/runtime/test_replay_property.py
 
 # glibc checks each block of memory when it is freed: captures and replays, the eager compiler, and bisect under Inductor.

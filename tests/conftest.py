@@ -19,7 +19,7 @@ import piecegraph
 # examples have no deadline: their duration depends on how busy the machine is
 settings.register_profile("no-deadline", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=25)
-settings.register_profile("many", deadline=None, max_examples=500)
+settings.register_profile("many", deadline=None, max_examples=1000)
 settings.load_profile("no-deadline")
 
 

@@ -102,8 +102,7 @@ class Observer:
             if path is None:
                 return value
             if name in _READ_WHOLE and hasattr(obj, "__dict__"):
-                for each, item in vars(obj).items():
-                    self._hand_out(f"{path}.{each}", item)
+                self._attributes(path, obj)
             if name.startswith("__") or name in getattr(kind, "graph_constants", ()):
                 return value
             if name in getattr(kind, "graph_bounds", ()):
@@ -164,8 +163,8 @@ class Observer:
         elif kind is partial:
             noting.form(path, value)
             noting.identity(f"{path}.func", value.func)
-            self._container(f"{path}.args", value.args)
-            self._container(f"{path}.keywords", value.keywords)
+            self._whole(f"{path}.args", value.args)
+            self._whole(f"{path}.keywords", value.keywords)
         elif isinstance(value, _CONTAINERS):
             noting.form(path, value)
             self._keep(path, value)
@@ -177,6 +176,33 @@ class Observer:
         else:
             noting.value(path, value)  # a date, a Decimal
         return value
+
+    def _attributes(self, path: str, obj: Any) -> None:
+        """Note all attributes of an object, whose `__dict__` the reader is given."""
+        of_step = {n: each for n, each in vars(obj).items() if (id(obj), n) not in self._written}
+        if len(of_step) == len(vars(obj)):
+            self._noting.value(f"[*vars({path})]", list(of_step))
+        for name, item in of_step.items():
+            self._whole(f"{path}.{name}", item)
+
+    def _whole(self, path: str, value: Any) -> None:
+        """Note a value that the reader is given as it is, with nothing that stands in for it."""
+        noting = self._noting
+        if type(value) is SimpleNamespace:
+            noting.form(path, value)
+            self._attributes(path, value)
+        elif isinstance(value, Mapping):
+            noting.form(path, value)
+            noting.value(f"[*{path}]", list(value))
+            for key, item in value.items():
+                self._whole(f"{path}[{noting.key(key)}]", item)
+        elif isinstance(value, list | tuple | deque) and not isinstance(value, LEAVES):
+            noting.form(path, value)
+            noting.value(f"len({path})", len(value))
+            for at, item in enumerate(value):
+                self._whole(f"{path}[{at}]", item)
+        else:
+            self._hand_out(path, value)
 
     def _keep(self, path: str, value: Any) -> bool:
         """Observe an object from now on; whether that is possible."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -142,7 +142,6 @@ def run(prepared: PreparedModel, tree: Any, **more: Any) -> None:
 
 
 @given(TREES, st.data())
-@settings(max_examples=25)
 def test_a_call_of_another_form_is_refused_or_right(tree: Any, data: st.DataObject) -> None:
     prepared = prepared_with(tree)
     run(prepared, tree)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -303,7 +303,6 @@ def noted(read: Callable[[Any], object], metadata: Any) -> StepReads:
 
 
 @given(TREES, st.lists(st.integers(0, 11), max_size=6), st.data())
-@settings(max_examples=40)
 def test_reads_that_are_noted_are_those_of_the_object_and_all_that_counts(
     tree: Any, choices: list[int], data: st.DataObject
 ) -> None:
