@@ -8,7 +8,7 @@ through JSON, so a warm start needs no graph, no trace and no pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -70,6 +70,17 @@ class Container(Frozen):
     """Module and qualified name of its class."""
     keys: tuple[str | int, ...] | int | None
     """The keys of a mapping in order, the length of a sequence, None where the class has fields."""
+
+    @classmethod
+    def of(cls, path: Path, value: Any) -> Container:
+        """That of `value`, whatever its keys are."""
+        kind = type(value).__module__, type(value).__qualname__
+        keys: Any = None
+        if isinstance(value, Mapping):
+            keys = tuple(value)
+        elif isinstance(value, Sequence) and not hasattr(value, "_fields"):
+            keys = len(value)
+        return cls.model_construct(path=path, kind=kind, keys=keys)
 
     @property
     def form(self) -> str:

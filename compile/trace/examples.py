@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
@@ -99,7 +99,7 @@ class Examples:
         for leaf in self.leaves():
             if read is not None and isinstance(leaf.value, torch.Tensor) and leaf.path not in read:
                 held.append((leaf.path, leaf.value))
-        return tuple(Container(path=p, kind=_class(v), keys=_keys(v)) for p, v in held)
+        return tuple(Container.of(path, value) for path, value in held)
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = inspect.BoundArguments(self.signature, dict(self.arguments))
@@ -195,7 +195,9 @@ def _check_classes(bound: inspect.BoundArguments) -> None:
     """
     for path, value in containers_with_paths(bound.arguments):
         if isinstance(value, Mapping) and not all(isinstance(key, (str, int)) for key in value):
-            kind = f"{'.'.join(_class(value))} with keys that are no texts or numbers"
+            kind = (
+                f"{'.'.join(Container.of(path, value).kind)} with other keys than texts and numbers"
+            )
             raise ArgumentClassUnknown(name=dotted(path), kind=kind)
     for leaf in leaves(bound.arguments):
         if isinstance(leaf.value, torch.Tensor) or _is_portable(leaf.value):
@@ -205,7 +207,7 @@ def _check_classes(bound: inspect.BoundArguments) -> None:
         is_default = len(leaf.path) == 1 and leaf.value is parameter.default
         holds_tensors = any(isinstance(each, torch.Tensor) for each in tree_leaves(list(held)))
         if holds_tensors or not is_default:
-            kind = ".".join(_class(leaf.value))
+            kind = ".".join(Container.of(leaf.path, leaf.value).kind)
             raise ArgumentClassUnknown(name=leaf.label, kind=kind)
 
 
@@ -215,19 +217,6 @@ def _is_portable(value: Any) -> bool:
         return bool(decode(encode(value)) == value)
     except (NotPortable, ImportError):
         return False
-
-
-def _class(value: Any) -> tuple[str, str]:
-    """Module and qualified name of the class of `value`."""
-    return type(value).__module__, type(value).__qualname__
-
-
-def _keys(container: Any) -> tuple[str | int, ...] | int | None:
-    """See `Container.keys`."""
-    if isinstance(container, Mapping):
-        return tuple(container)
-    is_sequence = isinstance(container, Sequence) and not hasattr(container, "_fields")
-    return len(container) if is_sequence else None
 
 
 def _contiguous(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
@@ -267,10 +256,7 @@ def _built(
             of_keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
             given = nested[name] if of_keywords else _container(nested[name], kinds.get(name))
             built |= given if of_keywords else {name: given}
-        elif parameter.default is inspect.Parameter.empty and parameter.kind not in (
-            inspect.Parameter.VAR_POSITIONAL,
-            inspect.Parameter.VAR_KEYWORD,
-        ):
+        elif parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC:
             raise ExampleInputsMissing(name=name)
     return built
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import Parameter
@@ -207,12 +207,7 @@ def _differs(container: Container, value: str) -> str:
 
 def _other_container(expected: Container, value: Any) -> None:
     """Name the first thing that differs."""
-    if isinstance(value, Mapping):
-        keys: Any = tuple(value)
-    else:
-        keys = len(value) if isinstance(value, Sequence) else None
-    kind = type(value).__module__, type(value).__qualname__
-    got = Container.model_construct(path=expected.path, kind=kind, keys=keys).form
+    got = Container.of(expected.path, value).form
     raise InputMismatch(name=dotted(expected.path), got=got, expected=expected.form)
 
 
