@@ -187,22 +187,24 @@ class Observer:
 
     def _whole(self, path: str, value: Any) -> None:
         """Note a value that the reader is given as it is, with nothing that stands in for it."""
-        noting = self._noting
         if type(value) is SimpleNamespace:
-            noting.form(path, value)
+            self._noting.form(path, value)
             self._attributes(path, value)
-        elif isinstance(value, Mapping):
-            noting.form(path, value)
-            noting.value(f"[*{path}]", list(value))
-            for key, item in value.items():
-                self._whole(f"{path}[{noting.key(key)}]", item)
-        elif isinstance(value, list | tuple | deque) and not isinstance(value, LEAVES):
-            noting.form(path, value)
-            noting.value(f"len({path})", len(value))
-            for at, item in enumerate(value):
-                self._whole(f"{path}[{at}]", item)
+        elif isinstance(value, Mapping | list | tuple | deque) and not isinstance(value, LEAVES):
+            self._noting.form(path, value)
+            for each, item in self._items(path, value):
+                self._whole(each, item)
         else:
             self._hand_out(path, value)
+
+    def _items(self, path: str, container: Any) -> list[tuple[str, Any]]:
+        """Note the keys or the length of a container; its items, each with its path."""
+        noting = self._noting
+        if isinstance(container, Mapping):
+            noting.value(f"[*{path}]", list(container))
+            return [(f"{path}[{noting.key(key)}]", container[key]) for key in container]
+        noting.value(f"len({path})", len(container))
+        return [(f"{path}[{at}]", item) for at, item in enumerate(container)]
 
     def _keep(self, path: str, value: Any) -> bool:
         """Observe an object from now on; whether that is possible."""
@@ -215,24 +217,21 @@ class Observer:
 
     def _container(self, path: str, value: Any) -> Any:
         """Note all items; returns the container, or one with what stands in for its items."""
-        noting, kind = self._noting, type(value)
+        kind = type(value)
         if isinstance(value, Set):
-            noting.value(path, frozenset(value))
+            self._noting.value(path, frozenset(value))
+            return value
+        items = self._items(path, value)
+        held = [self._hand_out(*each) for each in items]
+        if all(one is item for one, (_, item) in zip(held, items, strict=True)):
             return value
         if isinstance(value, Mapping):
-            noting.value(f"[*{path}]", list(value))
-            items = {k: self._hand_out(f"{path}[{noting.key(k)}]", value[k]) for k in value}
-            if all(items[key] is value[key] for key in items):
-                return value
-            made = MappingProxyType(items) if kind is MappingProxyType else copy(value)
+            filled = dict(zip(value, held, strict=True))
+            made = MappingProxyType(filled) if kind is MappingProxyType else copy(value)
             if isinstance(made, dict):
-                made.update(items)
+                made.update(filled)
         else:
-            noting.value(f"len({path})", len(value))
-            listed = [self._hand_out(f"{path}[{at}]", item) for at, item in enumerate(value)]
-            if all(one is other for one, other in zip(listed, value, strict=True)):
-                return value
-            made = kind._make(listed) if hasattr(kind, "_make") else kind(listed)
+            made = kind._make(held) if hasattr(kind, "_make") else kind(held)
         self._stand_ins[id(value)] = made
         return made
 
