@@ -15,8 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
-from ...compile.ir.locations import error_line as error_line
-from ...compile.ir.locations import user_line as user_line
+from ...compile.ir.locations import user_line
 from ...compile.ir.ops import tensors_in
 from ...errors import HostReadInCapture, TensorLeftBreak
 from ...torch_compat.basics.ops import (
@@ -234,6 +233,18 @@ class TensorTracker(LightDispatchMode):
         return fresh
 
 
+def run_seen(
+    mode: LightDispatchMode, func: OpOverload, args: Any, kwargs: Any, kernel: Callable[..., Any]
+) -> Any:
+    """Run `func`. Of a custom op written in Python that is `kernel(func, args, kwargs)`: `mode`
+    sees the operators that it calls."""
+    of_torch = is_higher_order(func) or func.namespace in TORCH_NAMESPACES
+    if of_torch or not is_python_op(func):
+        return func(*args, **kwargs)
+    with mode:
+        return kernel(func, args, kwargs)
+
+
 class MadeInBreak(LightDispatchMode):
     """Collects in `storages` the memory that operators make inside, also in custom ops."""
 
@@ -245,12 +256,7 @@ class MadeInBreak(LightDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
-        is_torchs = is_higher_order(func) or func.namespace in TORCH_NAMESPACES
-        if is_torchs or not is_python_op(func):
-            result = func(*args, **given)
-        else:
-            with self:
-                result = call_kernel(func, args, given)
+        result = run_seen(self, func, args, given, call_kernel)
         used = {storage_id(tensor) for tensor in memory_of((args, given))}
         for tensor in memory_of(result):
             if storage_id(tensor) not in used:

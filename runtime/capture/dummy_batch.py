@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...compile.held_values import HeldValues
 from ...compile.ir.config import TOKENS
-from ...compile.ir.locations import first_line
+from ...compile.ir.locations import error_line, first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import (
@@ -31,7 +31,6 @@ from ...errors import (
     SetUpOnFirstUse,
 )
 from ...torch_compat.basics.devices import devices_in_use
-from ..backends.ownership import error_line
 from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs

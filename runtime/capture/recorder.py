@@ -28,11 +28,12 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...compile.held_values import HeldValues
+from ...compile.ir.locations import user_line
 from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
-from ..backends.ownership import Left, MadeInBreak, Ownership, user_line
+from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.ir.locations import error_line
 from ...errors import CaptureFailed, CaptureOutOfMemory, NoCaptureSession
 from ...events import Events
-from ..backends.ownership import Ownership, error_line
+from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, GraphBackend
 from ..core.exchange import CaptureAgreement
 

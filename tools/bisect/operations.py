@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ... import RuntimeMode
 from ...compile.guards.tolerance import FACTOR, FLOOR, differences
+from ...compile.ir.locations import user_line
 from ...compile.ir.ops import tensors_in, written_by
-from ...runtime.backends.ownership import ALLOCATIONS, Ownership, user_line
+from ...runtime.backends.ownership import ALLOCATIONS, Ownership
 from ...runtime.backends.replay.tape import COPIES, Operation, Tape
 from ...runtime.backends.replay.tape_graph import TapeGraph
 from ...runtime.capture.breaks import recordable

@@ -16,10 +16,10 @@ from typing import Any
 
 from ... import PreparedModel, RuntimeMode
 from ...compile.conditions.conditions import broken_conditions
+from ...compile.ir.locations import error_line
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
-from ...runtime.backends.ownership import error_line
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
 from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_model, run_prepared, splitting_ops

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ....compile.ir.locations import user_line
 from ....errors import HostCopyInCapture, HostReadInCapture
 from ....torch_compat.basics.ops import is_op
 from ....torch_compat.basics.tensors import (
@@ -23,7 +24,7 @@ from ....torch_compat.basics.tensors import (
     storage_id,
     weak_storage,
 )
-from ..ownership import memory_of, user_line
+from ..ownership import memory_of
 
 
 class HostCopies(TorchFunctionMode):

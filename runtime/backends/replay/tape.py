@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....errors import HostReadInCapture
 from ....torch_compat.basics.ops import (
     OpOverload,
     is_higher_order,
-    is_python_op,
     run_kernel,
 )
 from ....torch_compat.basics.tensors import (
@@ -37,7 +37,7 @@ from ..ownership import (
     TensorTracker,
     memory_of,
     reads_host,
-    user_line,
+    run_seen,
 )
 from .host_copies import ValueReads
 
@@ -187,12 +187,7 @@ class EachOp(LightDispatchMode):
     ) -> Any:
         given = kwargs or {}
         self._see(func, args, given)
-        if is_higher_order(func):
-            return func(*args, **given)
-        if func.namespace in TORCH_NAMESPACES or not is_python_op(func):
-            return func(*args, **given)
-        with self:
-            return self._kernel(func, args, given)
+        return run_seen(self, func, args, given, self._kernel)
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

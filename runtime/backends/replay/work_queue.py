@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....errors import ResultOverwritten, RewrittenEarly
 from ....torch_compat.basics.ops import OpOverload, is_composite, is_higher_order, run_kernel
@@ -39,7 +40,7 @@ from ....torch_compat.basics.tensors import (
     tree_unflatten,
     without_modes,
 )
-from ..ownership import memory_of, reads_host, user_line
+from ..ownership import memory_of, reads_host
 from .tape import EachOp, poison
 
 
