@@ -1,7 +1,7 @@
 """How much of the package reaches into each ring around its core. The numbers may only fall.
 
 A ring is what the core can do without: its modules, given by prefixes. Counted are the files
-outside of it that import from it, and the names that they import, in each file anew.
+outside of it that import from it, and the names that they import, counted in each file.
 """
 
 from __future__ import annotations

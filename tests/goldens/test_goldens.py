@@ -18,7 +18,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FILES = ("decisions.json", "plans.json", "digests.json", "runs.json", "exchanges.txt")
-"""What `make test` records anew; of `conditions.txt` it does some lines."""
+"""What `make test` records again and compares; of `conditions.txt` some lines."""
 TRACED_BY = "2.13."
 """Torch version of all goldens but the decisions: they hold its graphs and names of its ops."""
 SHOWN = 100

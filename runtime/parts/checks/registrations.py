@@ -1,6 +1,6 @@
 """Tells when a module of a model is given another parameter, buffer or submodule.
 
-Torch calls its registration hooks for each `module.name = ...`, whoever writes it: so a replaced
+Torch calls its registration hooks for each `module.name = ...` in the process: so a replaced
 weight is noticed by the next step, and steps pay nothing. It calls none for `weight.data = ...`,
 for what `Module.to` puts in place, and for lists: these are noticed when their turn comes.
 """

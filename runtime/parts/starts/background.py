@@ -71,10 +71,8 @@ class Background:
         request = beside_steps(self._missing.request, apart, self.thread)
         request = replace(request, progress=self._note)
         self._compile_records = apart.compile
-        key = without_bundle(
-            request
-        ).key  # of the state of `prepare`, and of the model as it is now
-        self._missing = replace(self._missing, key=key)
+        # of the state of `prepare`, and of the model as it is now
+        self._missing = replace(self._missing, key=without_bundle(request).key)
         try:
             compile_missing(replace(self._missing, request=request))
             outcome = self._missing.load()
