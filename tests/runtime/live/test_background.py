@@ -448,7 +448,7 @@ def test_libraries_are_built_once_compiled_code_serves(
     served.prepared.capture()
     served.prepared.seal()
     serve_until_over(served)
-    while not libraries(served):
+    while not served.prepared.events.named("background.libraries"):  # comes after the record
         served.step(3, 1)
     assert [each["reason"] for each in libraries(served)] == ["no such op"]
     assert len(served.prepared.events.named("background.libraries")) == 1
