@@ -20,6 +20,8 @@ from piecegraph.tools.serve.options import read_run_options
 
 pytestmark = pytest.mark.compile
 
+CPU = torch.device("cpu")
+
 SMALL = (
     "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,"
     "num_key_value_heads=2,vocab_size=96,head_dim=8"
@@ -81,7 +83,7 @@ def test_a_file_is_read_and_a_difference_is_found(tmp_path):
     config.config.to_json_file(tmp_path / "config.json")
     again = parse_hf_config("--hf", f"{tmp_path}/config.json,num_hidden_layers=1")
     assert (again.vocab, again.config.num_hidden_layers) == (96, 1)
-    model = again.causal_model(0, torch.float32, torch.device("cpu"))
+    model = again.causal_model(0, torch.float32, CPU)
     request = Request(0, [3, 4, 5], 4)
     prompt = torch.tensor([request.tokens])
     made = model.generate(
@@ -93,6 +95,25 @@ def test_a_file_is_read_and_a_difference_is_found(tmp_path):
     found = compare_with_generate(model, [request]).difference
     assert found is not None
     assert found.startswith("token 1 of request 0")
+
+
+def test_a_folder_is_loaded_with_its_weights(tmp_path):
+    """Weights are those of the folder, or an error; a `config.json` alone has random ones."""
+    own = parse_hf_config("--hf", MODELS["llama"]).causal_model(1, torch.float32, CPU)
+    own.save_pretrained(tmp_path)
+    loaded = parse_hf_config("--hf", str(tmp_path)).causal_model(0, torch.bfloat16, CPU)
+    for name, weight in own.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.bfloat16()), name
+    drawn = parse_hf_config("--hf", f"{tmp_path}/config.json").causal_model(0, torch.float32, CPU)
+    assert not torch.equal(drawn.lm_head.weight, own.lm_head.weight)
+    report = served(tmp_path, "--hf", str(tmp_path), "--backend", "eager")
+    assert report["verification"]["generate"]["difference"] is None
+    deeper = parse_hf_config("--hf", f"{tmp_path},num_hidden_layers=3")
+    with pytest.raises(InvalidSetting, match=r"its weights have no model\.layers\.2\."):
+        deeper.causal_model(0, torch.float32, CPU)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InvalidSetting, match="no file named"):
+        parse_hf_config("--hf", str(tmp_path)).causal_model(0, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,13 @@ TIE = 1e-4
 @dataclass(frozen=True, slots=True)
 class HfConfig:
     """A configuration of transformers; `text` is how the user gave it. Requests have at most
-    `max_model_len` tokens, by default as many as the model has positions."""
+    `max_model_len` tokens, by default as many as the model has positions. `weights` are arguments
+    of `from_pretrained`; None draws random weights."""
 
     text: str
     config: Any
     max_model_len: int | None = None
+    weights: dict[str, Any] | None = None
 
     @property
     def vocab(self) -> int:
@@ -48,8 +50,13 @@ class HfConfig:
         return sum(parameter.numel() for parameter in model.parameters())
 
     def causal_model(self, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model with its own attention, and the rotary frequencies of `max_model_len`; the same
-        seed gives the same weights."""
+        """The model with its own attention, and the rotary frequencies of `max_model_len`: with its
+        weights, or with random ones, which are the same for the same seed."""
+        causal = self._drawn(seed) if self.weights is None else self._loaded(dtype)
+        settle_rope(causal, self.max_model_len)
+        return causal.eval().requires_grad_(False).to(dtype).to(device)
+
+    def _drawn(self, seed: int) -> Any:
         torch.manual_seed(seed)
         causal = transformers.AutoModelForCausalLM.from_config(
             self.config, attn_implementation="eager"
@@ -58,8 +65,24 @@ class HfConfig:
             for parameter in causal.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-        settle_rope(causal, self.max_model_len)
-        return causal.eval().requires_grad_(False).to(dtype).to(device)
+        return causal
+
+    def _loaded(self, dtype: torch.dtype) -> Any:
+        """Raises InvalidSetting for weights that are not those of the configuration."""
+        try:
+            causal, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                **self.weights or {},
+                config=self.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+        except Exception as error:  # of transformers and of what reads its files
+            raise _invalid("--hf", self.text, error) from error
+        if missing := sorted(loading["missing_keys"]):
+            reason = ValueError(f"its weights have no {missing[0]} and {len(missing) - 1} others")
+            raise _invalid("--hf", self.text, reason)
+        return causal
 
 
 class HfDecoder(PackedModel):
@@ -75,15 +98,18 @@ class HfDecoder(PackedModel):
 
 
 def parse_hf_config(name: str, text: str) -> HfConfig:
-    """`LlamaConfig,num_hidden_layers=2` or `folder/config.json`: a class of transformers or a file,
-    then settings that differ from it, and `max_model_len`. Raises InvalidSetting."""
+    """`LlamaConfig,num_hidden_layers=2`, `folder/config.json`, `folder` or `model.gguf`: a class of
+    transformers or a file, or a model with its weights; then settings that differ from it, and
+    `max_model_len`. Raises InvalidSetting."""
     source, *rest = re.split(r",(?=\w+=)", text)
     try:
         texts = dict(item.split("=", 1) for item in rest)
         settings = {setting: _value(value) for setting, value in texts.items()}
         max_model_len = settings.pop("max_model_len", None)
+        weights = _weights(Path(source))
         if Path(source).exists():
-            config = transformers.AutoConfig.from_pretrained(source, **settings)
+            place = weights or {"pretrained_model_name_or_path": source}
+            config = transformers.AutoConfig.from_pretrained(**place, **settings)
         else:
             kind = getattr(transformers, source)
             if not issubclass(kind, transformers.PreTrainedConfig):
@@ -94,10 +120,26 @@ def parse_hf_config(name: str, text: str) -> HfConfig:
         if not hasattr(config, "vocab_size"):
             raise ValueError("it has no vocab_size; take the configuration of its text model")
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        expected = "a config.json, or a class such as LlamaConfig, with NAME=VALUE after commas"
-        raise InvalidSetting(name=name, value=text, reason=reason, expected=expected) from error
-    return HfConfig(text, config, max_model_len)
+        raise _invalid(name, text, error) from error
+    return HfConfig(text, config, max_model_len, weights)
+
+
+def _weights(source: Path) -> dict[str, Any] | None:
+    """Where `from_pretrained` finds the model that a folder or a GGUF file has; None for other
+    files and for what is no file."""
+    files = [source] if source.suffix == ".gguf" else sorted(source.glob("*.gguf"))
+    if files:
+        return {"pretrained_model_name_or_path": files[0].parent, "gguf_file": files[0].name}
+    return {"pretrained_model_name_or_path": source} if source.is_dir() else None
+
+
+def _invalid(name: str, text: str, error: Exception) -> InvalidSetting:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    expected = (
+        "a folder with a model or its config.json, a GGUF file, or a class such as LlamaConfig,"
+        " with NAME=VALUE after commas"
+    )
+    return InvalidSetting(name=name, value=text, reason=reason, expected=expected)
 
 
 def _value(text: str) -> Any:

@@ -256,9 +256,9 @@ class RunOptions:
     )
     hf: Any = option(
         None,
-        "Serve a transformers model: config.json, or LlamaConfig,vocab_size=99.",
+        "Serve a transformers model: its folder, a GGUF file, config.json, or a class,NAME=VALUE.",
         parse=hf_config,
-        metavar="CONFIG",
+        metavar="MODEL",
     )
     dtype: str = option(
         "float32", "float32, float16 or bfloat16.", parse=one_of(DTYPES), panel="Model"
