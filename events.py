@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .torch_compat.basics.structured_trace import (
@@ -45,7 +48,8 @@ class Event:
 class Span:
     """One stretch of work; `start` and `seconds` are in seconds, `depth` counts enclosing spans.
 
-    `phase` marks a phase of the startup.
+    `phase` marks a phase of the startup. `own` is `seconds` without the phases inside of it, so
+    that phases add up to the one around them.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Span:
     depth: int
     facts: dict[str, Any] = field(default_factory=dict)
     phase: bool = False
+    own: float = 0.0
 
 
 class Events:
@@ -128,20 +133,32 @@ class Events:
     def span(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> Iterator[Span]:
         """Time a stretch of work; the span is kept also when the work raises.
 
-        At its end one line with the seconds is logged: at `level` INFO for a phase of the startup.
+        At its end one line with the seconds is logged: at `level` INFO for a phase of the startup,
+        those of its own. The outermost phase logs all of its seconds, and what no phase inside of
+        it has.
         """
         depth = getattr(self._open, "depth", 0)
+        outer: Span | None = getattr(self._open, "phase", None)
         self._open.depth = depth + 1
         start = time.perf_counter() - self.began
         span = Span(name, start, 0.0, depth, facts, phase=level >= logging.INFO)
         self._begin(span)
+        if span.phase:
+            self._open.phase = span
         try:
             yield span
         finally:
             span.seconds = time.perf_counter() - self.began - span.start
+            span.own += span.seconds
             self._open.depth = depth
+            if span.phase:
+                self._open.phase = outer
+            if span.phase and outer is not None:
+                outer.own -= span.seconds
             if log.isEnabledFor(level):
-                log.log(level, "%s: %.3f s%s", name, span.seconds, _shown(facts))
+                seconds = span.seconds if outer is None else span.own
+                rest = f", other: {span.own:.3f} s" if span.own < seconds else ""
+                log.log(level, "%s: %.3f s%s%s", name, seconds, rest, _shown(facts))
 
     def past_span(self, name: str, began: float, seconds: float, **facts: Any) -> None:
         """A stretch of work elsewhere, which began at `began` by `time.perf_counter`."""
@@ -177,6 +194,14 @@ class Events:
         stack = (self._model, title) if part and self._model is not None else (title,)
         with compile_unit(self._frame, part, () if started else stack):
             yield
+
+    @staticmethod
+    def process_seconds() -> float | None:
+        """Seconds since the start of this process; None on systems other than Linux."""
+        if sys.platform != "linux":
+            return None
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
     def named(self, name: str) -> list[Event]:
         """The kept events called `name`, oldest first."""

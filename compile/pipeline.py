@@ -60,10 +60,11 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
     RankLost where ranks must agree and one does not answer.
     """
     with gc_paused():
-        compiler = compiler_for(
-            request.config.code, request.dump_dir, request.cache, request.events
-        )
-        key = _bundle_key(request, compiler)
+        with request.events.span("cache.key", level=logging.INFO):
+            compiler = compiler_for(
+                request.config.code, request.dump_dir, request.cache, request.events
+            )
+            key = _bundle_key(request, compiler)
         if isinstance(key, BundleMiss):
             result: NoBundle | BundleMiss = key
             miss = key
@@ -121,11 +122,13 @@ def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
 
 
 def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledModel:
-    from .backends.workers import workers_for
-    from .guards.trace_with_guards import padded_instead, trace_with_guards
+    with request.events.span("import dynamo", level=logging.INFO):
+        from .backends.workers import workers_for
+        from .guards.trace_with_guards import padded_instead, trace_with_guards
 
     with workers_for(request) as workers:
-        traces = trace_with_guards(request)
+        with request.events.span("trace", level=logging.INFO):
+            traces = trace_with_guards(request)
         if key is not None:  # the program may have registered kernels or replaced weights since
             key = trace_key(request.model, request.config, request.device, request.examples)
         try:
@@ -143,25 +146,26 @@ def _compile(
     key: Key | None,
     workers: Workers | None = None,
 ) -> CompiledModel:
-    from .backends.jobs import compile_pieces
-    from .bundle.bundle import store_bundle
-    from .plan.dependencies import dependencies, drawing
-    from .plan.report_plan import dump_plan, report_plan
-    from .plan.split_model import conditions_of, plan_of, split_model
-
     events = request.events
+    with events.span("import compiler", level=logging.INFO):
+        from .backends.jobs import compile_pieces
+        from .bundle.bundle import store_bundle
+        from .plan.dependencies import dependencies, drawing
+        from .plan.report_plan import dump_plan, report_plan
+        from .plan.split_model import conditions_of, plan_of, split_model
+
     splits = split_model(traces, events)
     compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
     compiled = compile_pieces(request, splits, compiler, workers)
-    plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
-
-    for each, split in zip(plan.intervals(), splits, strict=True):
-        graph = dependencies(each)  # raises if the plan's steps cannot run in their order
-        events.detail("piece_graph", partial(drawing, graph))
-        report_plan(each, events)
-        if (directory := request.dump_dir) is not None:
-            part = directory if len(splits) == 1 else directory / f"to_{each.ranges[-1].high}"
-            dump_plan(each, split.trace.graph, part)
+    with events.span("plan", level=logging.INFO):
+        plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
+        for each, split in zip(plan.intervals(), splits, strict=True):
+            graph = dependencies(each)  # raises if the plan's steps cannot run in their order
+            events.detail("piece_graph", partial(drawing, graph))
+            report_plan(each, events)
+            if (directory := request.dump_dir) is not None:
+                part = directory if len(splits) == 1 else directory / f"to_{each.ranges[-1].high}"
+                dump_plan(each, split.trace.graph, part)
 
     artifacts = [made.blobs for made in compiled.results]
     seconds = sum(made.seconds for made in compiled.results)
@@ -170,7 +174,8 @@ def _compile(
         with events.span("cache.store", level=logging.INFO):
             store_bundle(request, key, conditions, plan, artifacts, seconds)
     pieces = [made.fn for made in compiled.results]
-    return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions.data)
+    with events.span("link", level=logging.INFO):
+        return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions.data)
 
 
 def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:

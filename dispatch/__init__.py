@@ -49,3 +49,6 @@ from .resolve import LEVEL_MODES as LEVEL_MODES
 from .resolve import ModeChange as ModeChange
 from .resolve import ResolvedMode as ResolvedMode
 from .resolve import resolve_mode as resolve_mode
+from .uncovered import sizes_for as sizes_for
+from .uncovered import uncovered_decodes as uncovered_decodes
+from .uncovered import unreached_sizes as unreached_sizes

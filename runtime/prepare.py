@@ -28,6 +28,7 @@ from .forward_context import ForwardContext
 from .prepared_model import PreparedModel
 from .setup.model_policy import ModelPolicy, find_bucket_holes
 from .setup.policy import dispatch_plan, resolve_graph_mode
+from .setup.remarks import remarks
 from .setup.request import compile_request
 from .setup.switches import resolve_config
 
@@ -74,6 +75,7 @@ def prepare(
         allow_compilation(),
         records.events.trace_unit(0, type(model).__qualname__, _location(model)),
     ):
+        records.began()
         resolved = resolve_graph_mode(config)
         plan = dispatch_plan(resolved.mode, config)
         records.settings = config.model_dump(mode="json")
@@ -92,7 +94,11 @@ def prepare(
             config, resolved, request.device, records, owned, mixed_rows_finder()
         )
         compiled, beside = begin(request, config, records)
+        with records.events.span("padding", level=logging.INFO):
+            policy = policy_of(compiled)
         find_bucket_holes(config, records)
+        for remark in remarks(config, resolved, policy.dispatcher.plan):
+            records.add(remark)
         environment = Environment(
             config,
             _backend(backend, request.device),
@@ -101,15 +107,16 @@ def prepare(
             records,
             exchange or single_rank,
         )
-        core = CoreModel(
-            environment,
-            compiled,
-            policy_of(compiled),
-            ForwardContext(layers or {}),
-            input_buffers or {},
-            request,
-        )
-        return assemble(core, Beginning(compiled, beside, policy_of, ranks))
+        with records.events.span("assemble", level=logging.INFO):
+            core = CoreModel(
+                environment,
+                compiled,
+                policy,
+                ForwardContext(layers or {}),
+                input_buffers or {},
+                request,
+            )
+            return assemble(core, Beginning(compiled, beside, policy_of, ranks))
 
 
 @contextmanager

@@ -53,6 +53,8 @@ PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
 PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_partitions.py"
+TOLD_AT_START = "tests/runtime/test_told_at_start.py"
+FIRST_STEPS = "runtime/parts/log/first_steps.py"
 CUT_LIVE = f"{LIVE}/test_partitions.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
@@ -63,6 +65,17 @@ MUTANTS = [
         'if missing := sorted(loading["error_msgs"])',
         "tests/tools/test_hugging_face_run.py -k folder",
     ),
+    ("events.py", "outer.own -= span.seconds", "pass", "tests/test_events.py -k own_seconds"),
+    ("events.py", "self._open.phase = outer", "pass", "tests/test_events.py -k own_seconds"),
+    ("dispatch/uncovered.py", "end = min(end, query_len * (key.num_reqs or end))", "pass",
+     f"{TOLD_AT_START} -k dispatcher_says"),
+    ("dispatch/uncovered.py", "if size not in captured and", "if",
+     f"{TOLD_AT_START} -k dispatcher_says"),
+    ("runtime/setup/remarks.py", "isinstance(value, Enum)", "False", f"{TOLD_AT_START} -k right"),
+    (FIRST_STEPS, "or 2 * steps < self.steps", "", f"{TOLD_AT_START} -k first_steps"),
+    (FIRST_STEPS, "> decision.mode:", "> 9:", f"{TOLD_AT_START} -k first_steps"),
+    ("runtime/parts/log/part.py", "self._first_steps = None", "pass",
+     f"{TOLD_AT_START} -k first_steps"),
     # capabilities: what deletes one fails its test in tests/mission
     (PLANNED, 'LINEAR = "linear"', 'LINEAR = "none"', f"{MISSION}/test_bucketing.py -k linear"),
     ("tools/serve/options.py", "return Path(text)", "raise OSError",

@@ -6,6 +6,7 @@ import ast
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,22 @@ def test_the_log_has_a_bound_and_counts_what_it_dropped():
     assert [event.facts["n"] for event in events.named("split")] == [2, 3, 4]
     assert events.dropped == 2
     assert len(events.spans) == 3
+
+
+def test_phases_log_their_own_seconds_and_the_outermost_what_is_left(lines):
+    events = Events()
+    with events.span("prepare", level=logging.INFO):
+        with events.span("detail"), events.span("trace", level=logging.INFO):
+            time.sleep(0.02)
+        with pytest.raises(KeyError), events.span("split", level=logging.INFO):
+            raise KeyError
+    prepare, trace, split = events.phases
+    assert (trace.own, split.own) == (trace.seconds, split.seconds)
+    assert prepare.own == pytest.approx(prepare.seconds - trace.seconds - split.seconds)
+    assert lines[-1][1] == f"prepare: {prepare.seconds:.3f} s, other: {prepare.own:.3f} s"
+    with events.span("capture", level=logging.INFO):  # nothing of an earlier phase is open
+        pass
+    assert events.phases[-1].own == events.phases[-1].seconds
 
 
 def test_events_of_one_model_are_its_own_and_its_parents(lines):

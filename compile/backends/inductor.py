@@ -114,7 +114,7 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 def first_use(device: torch.device, events: Events) -> None:
     """Import Inductor, and build the precompiled C++ headers if this machine lacks them."""
-    with events.span("import inductor"):
+    with events.span("import inductor", level=logging.INFO):
         import_inductor()
     if device.type != "cpu":
         return
@@ -131,7 +131,11 @@ def first_use(device: torch.device, events: Events) -> None:
 
 def before_load(events: Events) -> None:
     """Import Inductor, which makes the directory that the environment names: a scratch one."""
-    with events.span("import inductor"), scratch() as folder, inductor_cache_directory(folder):
+    with (
+        events.span("import inductor", level=logging.INFO),
+        scratch() as folder,
+        inductor_cache_directory(folder),
+    ):
         import_inductor()
 
 

@@ -95,7 +95,7 @@ def trace(request: CompileRequest) -> Trace:
     InputNotTraceable for a tensor that no path leads to, and the errors of `example_inputs`.
     """
     model, config, events = request.model, request.config, request.events
-    with events.span("import dynamo"):
+    with events.span("import dynamo", level=logging.INFO):
         import_dynamo()
     examples = example_inputs(model, config, request.device, request.examples)
     mark(examples, config)
@@ -124,7 +124,7 @@ def trace(request: CompileRequest) -> Trace:
     _check_state(captured, events)
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
-    with events.span("conditions"):
+    with events.span("conditions", level=logging.INFO):
         splits = is_splitting(graph.graph, config)
         conditions = record_conditions(model, captured, locator, splits)
     structure, returned = _structure(captured, model, examples)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 from ...compile.ir.compilation import CompileRecords
-from ...events import Events, Span
+from ...events import Events
 
 KEPT = 4096
 """Records kept of each kind; the oldest are dropped first."""
@@ -362,7 +362,14 @@ class Records:
         self.settings: dict[str, Any] = {}
         self.code_failed: Callable[[Exception], object] = lambda error: None
         """Called with what a capture raised: code of the model may have."""
+        self.before_prepare: float | None = None
+        """Seconds from the start of the process to `prepare`, where that is known."""
         self._kept: dict[type[Record], deque[Record]] = {}
+
+    def began(self) -> None:
+        """`prepare` begins."""
+        self.before_prepare = Events.process_seconds()
+        self.events.emit("process", level=logging.INFO, seconds_before_prepare=self.before_prepare)
 
     def add(self, record: Record) -> None:
         """Keep a record and emit its event."""
@@ -379,9 +386,11 @@ class Records:
         return self.events.counters
 
     @property
-    def phases(self) -> list[Span]:
-        """Phases of the startup in order, without `prepare` as a whole; a name can repeat."""
-        return [span for span in list(self.events.phases) if span.name != "prepare"]
+    def phases(self) -> list[tuple[str, float]]:
+        """Phases of the startup in order, with the seconds that each has for itself; a name can
+        repeat. `other` is what no phase inside `prepare` has: with it they add up."""
+        spans = sorted(self.events.phases, key=lambda span: span.start + span.seconds)
+        return [("other" if span.name == "prepare" else span.name, span.own) for span in spans]
 
     @property
     def prepare_seconds(self) -> float:

@@ -39,7 +39,8 @@ def build_report(
     of_startup = list(record_kinds(StartupRecord))
     return {
         "startup": {
-            "phases": [{"name": span.name, "seconds": span.seconds} for span in records.phases],
+            "before_prepare_seconds": records.before_prepare,
+            "phases": [{"name": name, "seconds": own} for name, own in records.phases],
             "prepare_seconds": records.prepare_seconds,
         },
         "background": background_facts(records),

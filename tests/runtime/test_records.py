@@ -68,6 +68,20 @@ def test_two_models_with_one_events_report_their_own(events: Events) -> None:
     assert events.counters["dynamo_traces"] == 2
 
 
+def test_phases_add_up_to_prepare_and_to_the_start_of_the_process(events: Events) -> None:
+    startup = prepared_with(events).report()["startup"]
+    seconds = [phase["seconds"] for phase in startup["phases"]]
+    assert sum(seconds) == pytest.approx(startup["prepare_seconds"])
+    assert min(seconds) >= 0
+    names = [phase["name"] for phase in startup["phases"]]
+    assert {"import dynamo", "trace", "trace.dynamo", "plan", "assemble", "other"} <= {*names}
+    assert names.index("trace.dynamo") < names.index("trace") < names.index("other")
+    spans = list(events.phases)
+    whole = startup["before_prepare_seconds"] + startup["prepare_seconds"]
+    assert whole == pytest.approx(Events.process_seconds(), abs=60)
+    assert [span.own < span.seconds for span in spans if span.name == "prepare"] == [True]
+
+
 def test_a_report_does_not_depend_on_the_event_log(events: Events) -> None:
     prepared = prepared_with(events)
     prepared.capture()

@@ -183,6 +183,7 @@ def test_any_prepared_model_can_be_explained(small_config):
 def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
     quiet = {
         "verification": None,
+        "remarks": {"steps": []},
         "settings": {"compile": True, "cache": False},
         "background": None,
         "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
@@ -355,6 +356,7 @@ def test_no_two_values_share_a_column_while_both_are_used(spans):
 def test_advice_is_given_where_it_is_due_and_only_there():
     fine = {
         "verification": {"ok": True},
+        "remarks": {"uncovered": [], "steps": []},
         "settings": {"compile": True},
         "background": {"state": "compiled", "failures": [{"reason": "killed"}]},
         "cache": {"hit": True, "reason": None, "not_cacheable": []},
@@ -376,6 +378,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     assert "compile_ahead" in advice["todo"]
     bad = {
         "verification": {"ok": False},
+        "remarks": {"uncovered": [{"what": "no graph", "todo": "Add 24."}], "steps": []},
         "settings": {"compile": True},
         "background": {"state": "failed", "failures": [{"reason": "a guard failed"}]},
         "cache": {"hit": False, "reason": "absent", "not_cacheable": []},
@@ -387,7 +390,12 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
         "timeline": [],
     }
-    assert len(advise(bad)) == 8
+    assert len(advise(bad)) == 9
+    assert {"what": "no graph", "todo": "Add 24."} in advise(bad)
+    missed = {"remarks": {"steps": [{"what": "unstated", "todo": "State it."}]}}
+    told = {each["what"] for each in advise({**bad, **missed})}
+    assert "unstated" in told
+    assert not any("never replayed" in what for what in told)
     for key, value in bad.items():
         if key not in ("policy", "settings", "timeline"):
             assert len(advise({**fine, key: value})) == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from piecegraph import Events
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.engine.serving_log import process_seconds
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics-and-report.md").read_text()
 DOCUMENTED = [
@@ -56,12 +56,12 @@ def test_a_requests_tokens_are_all_counted(report):
 
 
 def test_the_first_token_and_answer_count_from_the_start_of_the_process(library, capsys):
-    before = process_seconds()
+    before = Events.process_seconds()
     assert main(["run", "--requests", "3", "--model", "layers=2,hidden=32", "--json", "-"]) == 0
     output = capsys.readouterr()
     startup = json.loads(output.out)["startup"]
     token, answer = startup["first_token_seconds"], startup["first_answer_seconds"]
-    assert before < token <= answer < process_seconds()
+    assert before < token <= answer < Events.process_seconds()
     assert f"{token:.2f} s after the start of the process" in output.err
 
 
@@ -69,7 +69,7 @@ def test_the_first_token_and_answer_count_from_the_start_of_the_process(library,
 def test_a_process_counts_from_its_own_start(tmp_path):
     began = time.monotonic()
     if os.fork() == 0:
-        (tmp_path / "seconds").write_text(str(process_seconds()))
+        (tmp_path / "seconds").write_text(str(Events.process_seconds()))
         os._exit(0)
     os.wait()
     tick = 1 / os.sysconf("SC_CLK_TCK")

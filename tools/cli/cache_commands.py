@@ -325,7 +325,6 @@ def warm_command(
     """Build the bundle of a model without serving, for every rank."""
     from ... import Events, prepare
     from ...runtime.compile_ahead import build_libraries
-    from ...runtime.core.records import Records
     from ..serve.progress import starting
     from ..serve.run import build_model, find_device, library_config
 
@@ -342,10 +341,9 @@ def warm_command(
             prepared.close()
             _refuse_failed(root, *prepared.records.compile.failed_writes)
             if ahead:
-                records = Records(events)
-                libraries = build_libraries(model, config, records)
+                libraries = build_libraries(model, config, prepared.records)
                 bundle += ", with libraries" if libraries else ", no library possible"
-                _refuse_failed(root, *records.compile.failed_writes)
+                _refuse_failed(root, *prepared.records.compile.failed_writes)
         seconds = time.perf_counter() - began
         facts.append({"rank": rank, "device": name, "bundle": bundle, "seconds": seconds})
     text = (

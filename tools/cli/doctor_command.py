@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 from collections.abc import Callable
 from importlib.metadata import distribution
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ...errors import PiecegraphError
 from ..serve.options import RunOptions
@@ -21,7 +26,13 @@ Found = tuple[str, str]
 
 
 @with_run_options
-def doctor_command(options: RunOptions, json_path: JsonOption = None) -> int:
+def doctor_command(
+    options: RunOptions,
+    json_path: JsonOption = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Check these settings of a Config, in JSON, and no more.")
+    ] = None,
+) -> int:
     """Check what a start here depends on; status 1 if there is something to do.
 
     With the options of `piecegraph run`, which say what would be started.
@@ -43,6 +54,8 @@ def doctor_command(options: RunOptions, json_path: JsonOption = None) -> int:
         "variables": _variables,
         "start": lambda: _start(options),
     }
+    if config is not None:
+        checks = {"settings": lambda: _settings(config)}
     report, console = {}, console_beside(to_json)
     for name, check in checks.items():
         try:
@@ -148,6 +161,19 @@ def _variables() -> Found:
     off = parts_off()
     fix = f"Parts are off: {', '.join(off)}. Unset PIECEGRAPH_OFF." if off else ""
     return ", ".join(names) or "none", fix
+
+
+def _settings(path: Path) -> Found:
+    from ... import Config
+    from ...runtime.setup.remarks import remarks_of
+
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        return f"{path} is no JSON: {error}", "Write what Config takes, such as max_num_reqs."
+    found = remarks_of(Config(**settings))
+    text = "; ".join(remark.what for remark in found) or "each has an effect, no step is slow"
+    return text, " ".join(dict.fromkeys(remark.todo for remark in found))
 
 
 def _start(options: RunOptions) -> Found:

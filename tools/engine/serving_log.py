@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from ... import Decision
+from ... import Decision, Events
 from .scheduler import Request, StepSchedule
 
 
@@ -92,14 +89,6 @@ class ServingLog:
                 times = self.token_times.setdefault(request.id, [])
                 times.extend([now] * (generated - len(times)))
         if self.first_token_at is None and self.token_times:
-            self.first_token_at = process_seconds()
+            self.first_token_at = Events.process_seconds()
         if self.first_answer_at is None and completed:
-            self.first_answer_at = process_seconds()
-
-
-def process_seconds() -> float | None:
-    """Seconds since the start of this process; None on systems other than Linux."""
-    if sys.platform != "linux":
-        return None
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+            self.first_answer_at = Events.process_seconds()

@@ -17,6 +17,7 @@ def advise(facts: Facts) -> list[Facts]:
     """`{what, todo}` of everything that could be better."""
     rules = (
         _verification,
+        _remarks,
         _cache,
         _import,
         _background,
@@ -38,6 +39,11 @@ Advice = Iterator[tuple[str, str]]
 def _verification(facts: Facts) -> Advice:
     if facts["verification"] and not facts["verification"]["ok"]:
         yield "a step differed from the eager model", "Run `piecegraph bisect` with these options."
+
+
+def _remarks(facts: Facts) -> Advice:
+    for rows in facts["remarks"].values():
+        yield from ((row["what"], row["todo"]) for row in rows)
 
 
 def _cache(facts: Facts) -> Advice:
@@ -123,7 +129,8 @@ def _padding(facts: Facts) -> Advice:
 
 def _unused(facts: Facts) -> Advice:
     idle = [row for row in facts["captures"] if row["captured"] and not row["steps"]]
-    if idle and sum(row["count"] for row in facts["reasons"]) >= ENOUGH_STEPS:
+    missed = facts["remarks"]["steps"]  # they are unused for that reason
+    if idle and not missed and sum(row["count"] for row in facts["reasons"]) >= ENOUGH_STEPS:
         seconds = sum(row["ms"] for row in idle) / 1000
         yield (
             f"{len(idle)} recordings were never replayed; capturing them took {seconds:.2f} s",

@@ -9,7 +9,7 @@ from ... import Events, PreparedModel
 from ...compile.ir.ops import resolve_op
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.report_plan import split_graph as plan_steps
-from ...runtime.core.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
+from ...runtime.core.records import CaptureFailure, CaptureRecord, MemoryUse
 from ...torch_compat.basics.ops import given_arguments
 from ..engine.serving_log import StepRecord
 from .advice import advise
@@ -45,6 +45,7 @@ def collect(
         "counters": report["counters"],
         "lookups": records.compile.lookups,
         "graph_mode": report["graph_mode"],
+        "remarks": report["remarks"],
         "settings": records.settings,
         "steps": split_graph(prepared),
         "pieces": pieces(prepared),
@@ -55,7 +56,7 @@ def collect(
         "executables": report["executables"],
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],
-        "forecast": [record.facts() for record in records.of(ForecastAccuracy)],
+        "forecast": report["memory_forecast"],
         "failed": [record.facts() for record in records.of(CaptureFailure)],
         "heat": heat([(step.mode, step.num_tokens, 1) for step in steps] or _counted(report)),
         "reasons": report["reasons"],

@@ -177,8 +177,7 @@ def _recording_metrics(prepared: PreparedModel) -> Iterator[Metric]:
 
 
 def _startup_metrics(records: Records) -> Iterator[Metric]:
-    phases = [("prepare", records.prepare_seconds)]
-    phases += [(span.name, span.seconds) for span in records.phases]
+    phases = [("prepare", records.prepare_seconds), *records.phases]
     yield _gauge(
         "piecegraph_startup_seconds",
         "Seconds of each phase of the startup.",

@@ -43,6 +43,9 @@ def build_report(
     `phases` are the main job's own, in seconds, before the library's.
     """
     startup = dict(prepared["startup"])
+    before = startup.get("before_prepare_seconds")
+    if before is not None:  # what came before the first of them: Python itself, other imports
+        phases = [("process", before - sum(seconds for _, seconds in phases)), *phases]
     startup["phases"] = [{"name": n, "seconds": s} for n, s in phases] + startup["phases"]
     startup["first_token_seconds"] = log.first_token_at
     startup["first_answer_seconds"] = log.first_answer_at

@@ -16,6 +16,7 @@ from ...capture.installed_graph import InstalledGraph
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Part, Run
+from .first_steps import FirstSteps
 from .profiler_ranges import StepRanges, name_segments, range_hooks
 from .step_log import LoggedStep, StepLog, StepObserver
 
@@ -34,7 +35,8 @@ class LogPart(Part):
     }
 
     def __init__(self, core: CoreModel) -> None:
-        self.between_steps = False
+        variants = core.environment.config.variants
+        self._first_steps: FirstSteps | None = FirstSteps(variants.all_query_lens())
         self.step_log: StepLog | None = None
         """The log of the last steps, if steps are kept."""
         self._core = core
@@ -133,7 +135,22 @@ class LogPart(Part):
     ) -> bool:
         for observer in () if self._observing else self._observers:
             observer.dispatched(batch, decision)
+        if self._first_steps is not None and not self._core.is_provisional:
+            self._look(self._first_steps, batch, decision)
         return False
+
+    @property
+    def between_steps(self) -> bool:  # type: ignore[override]
+        """Whether a step is looked at, or observed."""
+        return bool(self._observers) or self._first_steps is not None
+
+    def _look(self, first_steps: FirstSteps, batch: Batch, decision: Decision) -> None:
+        told = first_steps.see(batch, decision, self._core.steps.dispatcher)
+        if told is not None:
+            self._core.environment.records.add(told)
+        if first_steps.over:
+            self._first_steps = None
+            self._core.link()
 
     def captured(self, graph: InstalledGraph) -> None:
         if self._ranges in self._observers:
@@ -148,5 +165,4 @@ class LogPart(Part):
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers
-        self.between_steps = bool(observers)
         self._core.link()
