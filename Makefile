@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -28,11 +28,20 @@ unit: $(VENV)/.dev
 	$(PYTEST) -m "not gpu and not heavy"
 
 test-fast: $(VENV)/.dev
-	$(PYTEST) --hypothesis-profile=fast -m "not compile and not slow and not gpu and not heavy"
+	$(PYTEST) -m "not compile and not slow and not gpu and not heavy"
 
 # What only saves time is off: everything is right without it.
 test-not-faster: $(VENV)/.dev
 	PIECEGRAPH_OFF=faster $(PYTEST) -m "not gpu and not heavy" tests/compile tests/torch_compat
+
+# What most tests turn off, since it takes time, is on: verification, worker processes, the frozen heap.
+test-as-shipped: $(VENV)/.dev
+	AS_SHIPPED=1 $(PYTEST) -m "not gpu and not heavy" $(PART)
+
+# As shipped, and beside each test of verification and of serving an engine that compiles, traces, exports, forks and imports.
+HOSTILE_TESTS := $(addprefix tests/runtime/live/test_,verification.py background.py server_scenes.py bad_bundles.py)
+test-hostile: $(VENV)/.dev
+	AS_SHIPPED=1 HOSTILE_ENGINE=$(VENV)/hostile.jsonl $(PYTEST) -m "not gpu and not heavy" $(HOSTILE_TESTS)
 
 # The tests of the core and of captures: `PIECEGRAPH_OFF=checks make test-core` runs them without a part.
 LIVE := tests/runtime/live

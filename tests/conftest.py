@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import threading
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -17,14 +16,16 @@ from hypothesis import settings
 import piecegraph
 
 # examples have no deadline: their duration depends on how busy the machine is
-settings.register_profile("no-deadline", deadline=None)
-settings.register_profile("fast", deadline=None, max_examples=25)
-settings.register_profile("many", deadline=None, max_examples=1000)
-settings.load_profile("no-deadline")
+for profile, examples in {"here": 25, "in-ci": 100, "many": 1000}.items():
+    settings.register_profile(profile, deadline=None, max_examples=examples)
+settings.load_profile("in-ci" if os.environ.get("CI") else "here")
 
-
-# each start with Inductor would start worker processes, which import it as well
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+AS_SHIPPED = bool(os.environ.get("AS_SHIPPED"))
+"""Users have worker processes, a second trace beside each warm start, and a heap that is frozen
+meanwhile. They take time that tests of something else need not take: see `make test-as-shipped`."""
+if not AS_SHIPPED:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("PIECEGRAPH_OFF", "verification")
 
 ROOT = Path(piecegraph.__file__).parent
 
@@ -102,29 +103,14 @@ def frozen_heap() -> Iterator[None]:
     A capture session collects garbage; with all of torch's compilers loaded that takes a second.
     Each start of a model asks whether anything is frozen, and counting it takes 40 ms.
     """
+    if AS_SHIPPED:
+        yield
+        return
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gc, "get_freeze_count", lambda: 1)
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_trace_of_another_file() -> Iterator[None]:
-    """A closed model's thread traces on to its next checkpoint, beside the tests that follow.
-
-    In CPython 3.11.7 `ast.parse` raises SystemError if another thread parses while a callback of
-    the garbage collector interrupts it. Hypothesis has such a callback.
-    """
-    yield
-    beside = ("piecegraph-verification", "piecegraph-background", "piecegraph-libraries")
-    for thread in threading.enumerate():
-        if thread.name in beside:
-            thread.join(30)
-
-
-# a second trace beside each warm start is what few tests are about
-os.environ.setdefault("PIECEGRAPH_OFF", "verification")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the Makefile installs, with a pip that only notes what it is asked for."""
+"""What the Makefile installs and how CI ends, with a pip and a make that only pretend."""
 
 from __future__ import annotations
 
@@ -69,3 +69,25 @@ def test_contributors_get_the_same_torch(tmp_path: Path) -> None:
     status, output, calls = run_make(tmp_path, "torch==2.13.0+cpu", ".venv/.dev")
     assert status == 0, output
     assert calls[-1].endswith(".[dev]")
+
+
+@pytest.mark.parametrize("broken", ["", "lint", "unit", "heavy"])
+def test_ci_ends_with_what_ran_and_has_the_status_of_lint_and_unit(
+    tmp_path: Path, broken: str
+) -> None:
+    for name, text in (
+        ("make", f'for last; do :; done; test "$last" != "{broken}"'),
+        ("chromium", ""),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci/run"], env=environ, capture_output=True, text=True)
+    decides = broken in ("lint", "unit")
+    assert (done.returncode != 0) == decides, done.stderr
+    table = [line.split()[2:4] for line in done.stdout.rpartition("\n\n")[2].splitlines()]
+    stages = ["lint", "unit"] if decides else ["lint", "unit", "test-hostile", "heavy"]
+    ended = {name: end for name, end in table if name in stages}
+    assert ended == {name: "***" if name == broken else "passed" for name in stages}
