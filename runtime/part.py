@@ -132,7 +132,11 @@ class Part:
         return {}
 
     def close(self) -> None:
-        """The model is closed or gone. Idempotent."""
+        """The model is closed. Idempotent."""
+
+    def forget(self) -> None:
+        """Nobody uses the model any more: close it without waiting for a thread."""
+        self.close()
 
 
 class Parts:
@@ -230,8 +234,9 @@ class Parts:
             part.close()
 
     def forget(self) -> None:
-        """Close all parts and drop them."""
-        self.close()
+        """Nobody uses the model any more: close all parts and drop them."""
+        for part in reversed(self._parts):
+            part.forget()
         self._parts = ()
 
 

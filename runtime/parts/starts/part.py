@@ -32,7 +32,7 @@ from ...part import CaptureSet, Part, Run
 from ...setup.policy import Policy
 from .background import Background, Libraries
 from .bundle_failures import note_failure
-from .tracing_thread import PATIENCE_S, WAIT_S
+from .tracing_thread import CLOSE_S, PATIENCE_S, WAIT_S
 from .verification import Verification, stale
 
 Beside = Background | Verification | Libraries
@@ -148,6 +148,12 @@ class StartsPart(Part):
         note_failure(error, self._core.code.compiled, environment.cache, environment.records)
 
     def close(self) -> None:
+        beside = self.beside
+        self.forget()
+        if beside is not None:
+            beside.thread.join(CLOSE_S)
+
+    def forget(self) -> None:
         beside, self.beside = self.beside, None
         if beside is not None:
             beside.thread.stop()
@@ -182,7 +188,7 @@ class StartsPart(Part):
         beside.thread.start()
 
     def _stop(self) -> None:
-        self.close()
+        self.forget()
         self._use(None)
 
     def _use(self, beside: Beside | None) -> None:

@@ -41,6 +41,8 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 0.0)
 WAIT_S = 0.05
 PATIENCE_S = 600.0
 """How long a try waits for the state of `prepare`."""
+CLOSE_S, EXIT_S = 10.0, 120.0
+"""How long `close`, and a program that ends, wait for the next checkpoint."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 os.register_at_fork(after_in_child=_ONE_AT_A_TIME._at_fork_reinit)  # type: ignore[attr-defined]
@@ -198,7 +200,7 @@ class TracingThread:
 
     def _end(self) -> None:
         self.stop()
-        self.join()
+        self.join(EXIT_S)
 
     def _run(self) -> None:
         try:

@@ -55,7 +55,7 @@ class HostileEngine:
         self._while_waiting = (
             self.changes_the_default_dtype, self.parses, self.traces_with_fx, self.exports,
         )  # fmt: skip
-        self._thread = threading.Thread(target=self._run, name="hostile-engine")
+        self._thread = threading.Thread(target=self._run, name="hostile-engine", daemon=True)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -64,7 +64,8 @@ class HostileEngine:
             yield
         finally:
             self._ends.set()
-            self._thread.join()
+            self._thread.join(60)
+            assert not self._thread.is_alive(), f"it hangs after {dict(self.ran)}"
 
     @contextmanager
     def test_waits(self) -> Iterator[None]:

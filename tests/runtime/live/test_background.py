@@ -32,6 +32,7 @@ from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.core.records import BackgroundFailure, Switched
+from piecegraph.runtime.parts.starts import part as starts
 
 from .conftest import HIDDEN, LENGTHS, LiveServed, Model, Texts
 
@@ -298,6 +299,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert event.wait(60)
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
+    monkeypatch.setattr(starts, "CLOSE_S", 0.1)
     yield event
     event.set()
 
@@ -333,7 +335,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
 
 
 @pytest.mark.compile
-def test_closing_waits_for_no_thread_which_ends_before_the_next_piece(
+def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(
     serve_cold: Callable[..., LiveServed], held: Any
 ) -> None:
     served = serve_cold()
@@ -488,6 +490,5 @@ def test_closing_ends_the_building_of_libraries(
     assert begun.wait(60)
     served.step(3, 1)
     served.prepared.close()
-    while any(thread.name == "piecegraph-libraries" for thread in threading.enumerate()):
-        time.sleep(0.01)
+    assert all(thread.name != "piecegraph-libraries" for thread in threading.enumerate())
     assert libraries(served) == []

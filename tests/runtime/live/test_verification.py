@@ -332,7 +332,6 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
     assert len(threads) == 1
     monkeypatch.setattr(verification.Verification, "_compared", lambda self: begun.append("trace"))
     served.prepared.close()
-    threads[0].join(60)
     assert not threads[0].is_alive()
     assert not begun
 
