@@ -13,18 +13,14 @@ import pytest
 
 from ..starts import use_text_compiler
 from . import test_conditions
-from .cases import HEAD, adversary, protocols, sources, strangers
+from .cases import adversary_sources, sources
 from .run_cases import run
 from .test_conditions import NEVER_CACHED
 
 NOT_CACHEABLE = {
     *("subclasses_of_a_class", "shape_of_a_numpy_array", "method_with_a_constant_result"),
 }
-ADVERSARY = {
-    name: HEAD + source
-    for cases in (adversary.CASES, protocols.CASES, strangers.CASES)
-    for name, source in cases.items()
-}
+ADVERSARY = adversary_sources()
 LET_THROUGH = {"registry_of_copies"}
 """What conditions alone do not find."""
 SAMPLE = (
