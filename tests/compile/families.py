@@ -1,6 +1,6 @@
 """Tiny models of families of transformers, for tests: random weights, two layers, small widths.
 
-What released configurations give is in released.py, and their table in released_table.py.
+Released configurations are in released.json, and their table in released_table.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 cd tests; python -m compile.released_table RESULTS.json [NAME…] [--compiler inductor]
 
-Each configuration of released.py is proved as it is published. A copy with its widths reduced and
+Each configuration of released.json is proved as it is published. A copy with its widths reduced and
 all else as published is then prepared on the replay backend with poisoned memory, and requests in
 PIECEWISE steps are compared with its own `forward(input_ids)`, alone and without position ids.
 Pieces are kept as text, or by Inductor. The copy is prepared again in a second process (`warm`).
