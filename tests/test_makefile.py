@@ -41,14 +41,14 @@ def torches(calls: list[str]) -> list[str]:
     return [call.rpartition(" ")[2] for call in calls if ".[cli]" in call]
 
 
-def test_a_run_takes_the_cpu_build_where_there_is_one(tmp_path: Path) -> None:
+def test_a_run_takes_the_cpu_build_where_there_is_one(tmp_path):
     status, output, calls = run_make(tmp_path, "nothing", "run")
     assert status == 0, output
     assert torches(calls) == ["torch==2.13.0+cpu"]
     assert calls[-1] == "run"
 
 
-def test_a_run_without_that_wheel_says_so_and_takes_what_pip_has(tmp_path: Path) -> None:
+def test_a_run_without_that_wheel_says_so_and_takes_what_pip_has(tmp_path):
     status, output, calls = run_make(tmp_path, "torch==2.13.0+cpu", "run")
     assert status == 0, output
     assert "trying TORCH=torch" in output
@@ -57,24 +57,20 @@ def test_a_run_without_that_wheel_says_so_and_takes_what_pip_has(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("missing", "tried"), [("torch==9", 1), ("torch", 1)])
-def test_a_torch_that_the_user_names_is_not_replaced(
-    tmp_path: Path, missing: str, tried: int
-) -> None:
+def test_a_torch_that_the_user_names_is_not_replaced(tmp_path, missing, tried):
     status, _, calls = run_make(tmp_path, missing, "TORCH=torch==9", "run")
     assert status != 0
     assert torches(calls) == ["torch==9"] * tried
 
 
-def test_contributors_get_the_same_torch(tmp_path: Path) -> None:
+def test_contributors_get_the_same_torch(tmp_path):
     status, output, calls = run_make(tmp_path, "torch==2.13.0+cpu", ".venv/.dev")
     assert status == 0, output
     assert calls[-1].endswith(".[dev]")
 
 
 @pytest.mark.parametrize("broken", ["", "lint", "unit", "heavy"])
-def test_ci_ends_with_what_ran_and_has_the_status_of_lint_and_unit(
-    tmp_path: Path, broken: str
-) -> None:
+def test_ci_ends_with_what_ran_and_has_the_status_of_lint_and_unit(tmp_path, broken):
     for name, text in (
         ("make", f'for last; do :; done; test "$last" != "{broken}"'),
         ("chromium", ""),

@@ -23,9 +23,7 @@ from piecegraph.settings import setting_names
 ROOT = Path(piecegraph.__file__).parent
 
 
-def test_every_folder_with_code_is_packaged(
-    package_sources: dict[str, Path],
-) -> None:
+def test_every_folder_with_code_is_packaged(package_sources):
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {
         ".".join(["piecegraph", *path.parent.relative_to(ROOT).parts])
@@ -35,14 +33,14 @@ def test_every_folder_with_code_is_packaged(
     assert set(listed) == folders
 
 
-def test_every_public_name_exists_and_others_do_not() -> None:
+def test_every_public_name_exists_and_others_do_not():
     for name in piecegraph.__all__:
         assert getattr(piecegraph, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = piecegraph.no_such_name  # type: ignore[attr-defined]
 
 
-def test_type_checkers_see_the_same_public_names() -> None:
+def test_type_checkers_see_the_same_public_names():
     imported = {
         alias.asname
         for node in ast.walk(ast.parse((ROOT / "public.py").read_text()))
@@ -53,18 +51,18 @@ def test_type_checkers_see_the_same_public_names() -> None:
     assert imported == {*piecegraph.__all__} - {"__version__", "errors"}
 
 
-def test_public_names_are_listed_before_they_are_used() -> None:
+def test_public_names_are_listed_before_they_are_used():
     listed = "import piecegraph; print(*set(piecegraph.__all__) - set(dir(piecegraph)))"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, check=True)
     assert done.stdout.split() == []
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert piecegraph.__version__ == project["version"]
 
 
-def test_help_of_the_package_leaves_out_inherited_methods() -> None:
+def test_help_of_the_package_leaves_out_inherited_methods():
     text = pydoc.plain(pydoc.render_doc(piecegraph))
     assert len(text) < 90_000
     for internal in ("__pydantic", "casefold", "to_bytes"):
@@ -81,12 +79,12 @@ def generator() -> Any:
 
 
 @pytest.mark.parametrize("page", ["config.md", "api.md"])
-def test_generated_docs_are_up_to_date(page: str) -> None:
+def test_generated_docs_are_up_to_date(page):
     """Run `python docs/generate.py` after a change of docstrings, settings or public names."""
     assert (ROOT / "docs" / page).read_text() == generator().PAGES[page]()
 
 
-def test_generated_docs_have_every_setting_and_public_name() -> None:
+def test_generated_docs_have_every_setting_and_public_name():
     pages = generator()
     page = pages.config_page()
     for setting in setting_names(piecegraph.Config):
@@ -115,15 +113,13 @@ LIGHT = {
 
 
 @pytest.mark.parametrize(("program", "heavy"), LIGHT.items())
-def test_what_is_light_imports_nothing_heavy(
-    program: str, heavy: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_what_is_light_imports_nothing_heavy(program, heavy, tmp_path):
     probe = f"{program}\nimport sys; print(*({{*{heavy!r}}} & {{*sys.modules}}), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True)
     assert (done.returncode, done.stderr.split()) == (0, [])
 
 
-def test_the_library_imports_what_it_depends_on(package_sources: dict[str, Path]) -> None:
+def test_the_library_imports_what_it_depends_on(package_sources):
     """At the top of a file; what an extra brings is imported where it is used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
@@ -148,7 +144,7 @@ def catalog(cls: type[PiecegraphError] = PiecegraphError) -> Iterator[type[Piece
 
 
 @pytest.mark.parametrize("cls", [*catalog()], ids=lambda cls: cls.__name__)
-def test_every_error_says_what_and_what_to_do(cls: type[PiecegraphError]) -> None:
+def test_every_error_says_what_and_what_to_do(cls):
     assert cls.what
     assert cls.todo
     assert not cls.what.endswith(".")
@@ -159,7 +155,7 @@ def test_every_error_says_what_and_what_to_do(cls: type[PiecegraphError]) -> Non
     assert (type(again), str(again), again.facts) == (cls, str(error), error.facts)
 
 
-def test_every_error_is_raised_somewhere(package_sources: dict[str, Path]) -> None:
+def test_every_error_is_raised_somewhere(package_sources):
     sources = "\n".join(
         path.read_text() for name, path in package_sources.items() if name != "errors.py"
     )
@@ -167,7 +163,7 @@ def test_every_error_is_raised_somewhere(package_sources: dict[str, Path]) -> No
 
 
 @pytest.mark.slow
-def test_every_public_function_of_dispatch_has_a_caller() -> None:
+def test_every_public_function_of_dispatch_has_a_caller():
     """Policy that nothing but tests uses cannot be reached by an engine."""
     uses: dict[str, set[tuple[Path, int]]] = {}
     defined: list[tuple[Path, ast.FunctionDef]] = []
@@ -193,14 +189,14 @@ def test_every_public_function_of_dispatch_has_a_caller() -> None:
     assert lonely == []
 
 
-def test_nothing_forks(package_sources: dict[str, Path]) -> None:
+def test_nothing_forks(package_sources):
     """A fork of a server keeps its sockets open, and hangs on what another thread has locked."""
     forks = ("os.fork", '"fork"', "forkserver", "os.posix_spawn")
     sources = [path for name, path in package_sources.items() if "fork" in path.read_text()]
     assert [path for path in sources if any(each in path.read_text() for each in forks)] == []
 
 
-def test_each_mutant_quotes_a_source_text() -> None:
+def test_each_mutant_quotes_a_source_text():
     """`make mutants` and `make cuda-mutants` take hours, and end at the first one that does not."""
     from tests import mutants
     from tests.cuda_stand_in import mutants as on_stand_in

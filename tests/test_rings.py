@@ -93,9 +93,7 @@ def imported(package_sources: dict[str, Path]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", RINGS)
-def test_no_more_of_the_package_reaches_into_a_ring(
-    imported: dict[str, list[str]], package_sources: dict[str, Path], name: str
-) -> None:
+def test_no_more_of_the_package_reaches_into_a_ring(imported, package_sources, name):
     ring, prefixes = RINGS[name], RINGS[name].prefixes.split()
     for prefix in prefixes:
         assert any(within(module_name(source), [prefix]) for source in package_sources), prefix
@@ -134,5 +132,5 @@ def test_no_more_of_the_package_reaches_into_a_ring(
         ("tools/a.py", "def f():\n    from ..cache.lease import Lease", ["cache.lease.Lease"]),
     ],
 )
-def test_imports_are_resolved(source: str, text: str, names: list[str]) -> None:
+def test_imports_are_resolved(source, text, names):
     assert [*imports(source, text)] == names

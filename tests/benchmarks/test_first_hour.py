@@ -21,7 +21,7 @@ def python(code: str, limit_s: int = 30, **facts: str) -> Step:
 
 
 @pytest.mark.slow
-def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -> None:
+def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output():
     code = (
         "import subprocess, sys; print('began', flush=True); "
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -32,7 +32,7 @@ def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> None:
+def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result():
     failed = run_step(python("print('why'); raise SystemExit(3)"))
     assert (failed["status"], failed["output"]) == ("failed (3)", "why\n")
     beside = "import sys; print('a table', file=sys.stderr); "
@@ -42,7 +42,7 @@ def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> 
     assert run_step(python("", why_not="one device"))["status"] == "not run"
 
 
-def test_the_summary_of_pytest_is_a_result() -> None:
+def test_the_summary_of_pytest_is_a_result():
     assert (
         read_result("....\n== 5 passed, 3 skipped in 0.52s ==\n") == "5 passed, 3 skipped in 0.52s"
     )
@@ -51,9 +51,7 @@ def test_the_summary_of_pytest_is_a_result() -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_correctness_comes_before_speed_and_no_step_is_named_twice(
-    small: bool, tmp_path: Path
-) -> None:
+def test_correctness_comes_before_speed_and_no_step_is_named_twice(small, tmp_path):
     names = [step.name for step in steps(small, 1, tmp_path / "gpu.json")]
     assert len(set(names)) == len(names)
     assert all(step.limit_s < 600 for step in steps(small, 1, tmp_path / "gpu.json"))
@@ -97,9 +95,7 @@ def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FirstHour:
     return FirstHour(tmp_path / "gpu.json", monkeypatch)
 
 
-def test_what_has_passed_is_not_repeated(
-    hour: FirstHour, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_passed_is_not_repeated(hour, capsys):
     hour.failing = {"two"}
     assert hour.run() == (1, ["one", "two", "three"])
     hour.failing = set()
@@ -110,7 +106,7 @@ def test_what_has_passed_is_not_repeated(
     assert "2 failed" not in capsys.readouterr().out
 
 
-def test_a_run_of_some_steps_keeps_the_results_of_the_others(hour: FirstHour) -> None:
+def test_a_run_of_some_steps_keeps_the_results_of_the_others(hour):
     assert hour.run("--only", "three") == (0, ["three"])
     hour.commit = "c2"
     assert hour.run("--only", "one") == (0, ["one"])
@@ -119,12 +115,12 @@ def test_a_run_of_some_steps_keeps_the_results_of_the_others(hour: FirstHour) ->
     assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c2")
 
 
-def test_results_of_no_commit_or_of_local_changes_are_not_reused(hour: FirstHour) -> None:
+def test_results_of_no_commit_or_of_local_changes_are_not_reused(hour):
     for hour.commit in ("c1" + first_hour.CHANGED, first_hour.CHANGED):
         assert [hour.run()[1], hour.run()[1]] == [["one", "two", "three"]] * 2
 
 
-def test_results_of_another_device_are_not_overwritten(hour: FirstHour) -> None:
+def test_results_of_another_device_are_not_overwritten(hour):
     hour.run()
     hour.device = "another"
     with pytest.raises(SystemExit, match="which differ in device: move it"):
@@ -133,7 +129,7 @@ def test_results_of_another_device_are_not_overwritten(hour: FirstHour) -> None:
 
 
 @pytest.mark.slow
-def test_local_changes_are_part_of_a_commit(tmp_path: Path) -> None:
+def test_local_changes_are_part_of_a_commit(tmp_path):
     assert first_hour.commit_of(tmp_path) == first_hour.CHANGED
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
     (tmp_path / "file").write_text("1")
@@ -145,7 +141,7 @@ def test_local_changes_are_part_of_a_commit(tmp_path: Path) -> None:
     assert first_hour.commit_of(tmp_path) == commit + first_hour.CHANGED
 
 
-def test_results_are_replaced_at_once(tmp_path: Path) -> None:
+def test_results_are_replaced_at_once(tmp_path):
     record = {
         "date": "today",
         "device": "d",
@@ -159,13 +155,13 @@ def test_results_are_replaced_at_once(tmp_path: Path) -> None:
     assert table(record).splitlines()[0] == "today, d, torch 2, small: True"
 
 
-def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch() -> None:
+def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch():
     names = {gpu_wheels.name(each) for each in gpu_wheels.requirements()}
     assert {"setuptools", "pydantic", "typer", "rich", "numpy", "pytest", "hypothesis"} <= names
     assert not {"torch", "triton", "piecegraph"} & names
 
 
-def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path: Path) -> None:
+def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path):
     """One file that cannot be imported ends all tests of its step."""
     named = [*gpu_wheels.requirements(), *(requires("torch") or ())]
     held = {gpu_wheels.name(each) for each in named} | {"torch", "triton", "piecegraph"}

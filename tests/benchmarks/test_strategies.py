@@ -8,7 +8,7 @@ from piecegraph.benchmarks import strategies
 
 
 @pytest.mark.compile
-def test_real_captures_under_each_strategy_are_measured() -> None:
+def test_real_captures_under_each_strategy_are_measured():
     result = strategies.run(quick=True)
     eager, delayed, lazy = result["rows"]
     assert [row["strategy"] for row in result["rows"]] == ["EAGER", "DELAYED", "LAZY"]

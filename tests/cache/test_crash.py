@@ -8,11 +8,10 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Entry
 from piecegraph.cache.evict import Limits
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
@@ -35,7 +34,7 @@ def dying_at(step: str, nth: int) -> Callable[[str], None]:
     return fault
 
 
-def test_the_steps_are_all_the_steps(root: Path, events: Events, key: Key) -> None:
+def test_the_steps_are_all_the_steps(root, events, key):
     seen: list[str] = []
     with at_each_step(seen.append):
         Cache(root, events).publish("artifact", key, META, BLOBS)
@@ -45,9 +44,7 @@ def test_the_steps_are_all_the_steps(root: Path, events: Events, key: Key) -> No
 
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("step", [*STEPS, "done"])
-def test_failure_W8_writer_killed_at_a_step(
-    root: Path, events: Events, key: Key, step: str, nth: int
-) -> None:
+def test_failure_W8_writer_killed_at_a_step(root, events, key, step, nth):
     if nth > 1 and not step.startswith("blob"):
         nth = 1
 
@@ -69,7 +66,7 @@ def test_failure_W8_writer_killed_at_a_step(
 
 
 @pytest.mark.slow
-def test_failure_W8_random_kills(memory_root: Path, events: Events) -> None:
+def test_failure_W8_random_kills(memory_root, events):
     """Each child publishes keys in turn and reports each finished one; then it is killed.
 
     The parent waits for a few publishes and kills the child at a random moment of the next, so

@@ -41,7 +41,7 @@ def assert_miss_then_repaired(cache: Cache, key: Key, expected: dict[str, bytes]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [300, pytest.param(2100, marks=pytest.mark.heavy)])
-def test_failure_W7_damaged_files(memory_root: Path, key: Key, cases: int) -> None:
+def test_failure_W7_damaged_files(memory_root, key, cases):
     """Flips, truncations, growth, swaps and removals, applied to random files."""
     chance = random.Random(1)
     cache = Cache(memory_root, Events())
@@ -75,7 +75,7 @@ def empty(quarantine: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_failure_W7_every_bit_of_the_manifest(memory_root: Path, key: Key) -> None:
+def test_failure_W7_every_bit_of_the_manifest(memory_root, key):
     cache = Cache(memory_root, Events())
     cache.publish("artifact", key, META, BLOBS)
     content = (memory_root / entry_name("artifact", key.digest)).read_bytes()
@@ -86,9 +86,7 @@ def test_failure_W7_every_bit_of_the_manifest(memory_root: Path, key: Key) -> No
             decode(bytes(flipped))
 
 
-def test_failure_W7_damage_is_quarantined_with_its_reason(
-    cache: Cache, root: Path, events: Events, key: Key
-) -> None:
+def test_failure_W7_damage_is_quarantined_with_its_reason(cache, root, events, key):
     entry = cache.publish("artifact", key, META, BLOBS)
     name = blob_name(entry.manifest.blobs["kernel.so"].sha256)
     (root / name).write_bytes(bytes(1024))
@@ -104,7 +102,7 @@ def test_failure_W7_damage_is_quarantined_with_its_reason(
     assert cache.lookup("artifact", key) == gone
 
 
-def test_repaired_entry_is_not_quarantined(cache: Cache, root: Path, key: Key) -> None:
+def test_repaired_entry_is_not_quarantined(cache, root, key):
     """Another process may have repaired what this one found damaged."""
     cache.publish("artifact", key, META, BLOBS)
     assert cache.private is not None
@@ -114,17 +112,13 @@ def test_repaired_entry_is_not_quarantined(cache: Cache, root: Path, key: Key) -
     assert list((root / "quarantine").iterdir()) == []
 
 
-def test_damage_that_another_process_has_quarantined_is_not_reported(
-    cache: Cache, root: Path, key: Key
-) -> None:
+def test_damage_that_another_process_has_quarantined_is_not_reported(cache, root, key):
     assert cache.private is not None
     assert not cache.private.quarantine(entry_name("artifact", key.digest), "was damaged")
     assert list((root / "quarantine").iterdir()) == []
 
 
-def test_failure_W5_manifest_of_another_key_is_not_trusted(
-    cache: Cache, root: Path, key: Key
-) -> None:
+def test_failure_W5_manifest_of_another_key_is_not_trusted(cache, root, key):
     other = Key.of("codegen", {"piece": "another"})
     cache.publish("artifact", key, META, BLOBS)
     cache.publish("artifact", other, META, {"code.py": b"wrong"})
@@ -133,7 +127,7 @@ def test_failure_W5_manifest_of_another_key_is_not_trusted(
     assert_miss_then_repaired(cache, key, BLOBS)
 
 
-def test_failure_W6_two_instances_of_a_class_have_two_entries(cache: Cache) -> None:
+def test_failure_W6_two_instances_of_a_class_have_two_entries(cache):
     keys = [Key.of("trace", {"class": "Decoder", "weights": {"w": [n, 8]}}) for n in (64, 128)]
     for number, key in enumerate(keys):
         cache.publish("bundle", key, {}, {"plan.json": b"%d" % number})
@@ -144,9 +138,7 @@ def test_failure_W6_two_instances_of_a_class_have_two_entries(cache: Cache) -> N
 
 
 @pytest.mark.parametrize("make", ["link", "link out", "directory", "pipe", "dangling"])
-def test_irregular_file_is_a_miss(
-    cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
-) -> None:
+def test_irregular_file_is_a_miss(cache, root, tmp_path, key, make):
     """No link is followed out of the directory, and a pipe does not block."""
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
@@ -166,7 +158,7 @@ def test_irregular_file_is_a_miss(
         assert_miss_then_repaired(cache, key, BLOBS)
 
 
-def test_huge_file_is_a_miss_and_is_not_read(cache: Cache, root: Path, key: Key) -> None:
+def test_huge_file_is_a_miss_and_is_not_read(cache, root, key):
     """A sparse file of one tebibyte is cheap to make and would not fit into memory."""
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
@@ -175,9 +167,7 @@ def test_huge_file_is_a_miss_and_is_not_read(cache: Cache, root: Path, key: Key)
 
 
 @pytest.mark.parametrize("make", ["short", "link", "other bytes"])
-def test_publish_does_not_rely_on_a_damaged_blob(
-    cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
-) -> None:
+def test_publish_does_not_rely_on_a_damaged_blob(cache, root, tmp_path, key, make):
     entry = cache.publish("artifact", key, META, BLOBS)
     for ref in entry.manifest.blobs.values():
         blob = root / blob_name(ref.sha256)
@@ -194,9 +184,7 @@ def test_publish_does_not_rely_on_a_damaged_blob(
     assert isinstance(cache.lookup("bundle", key), Entry)
 
 
-def test_hostile_pickle_in_a_blob_is_never_loaded(
-    cache: Cache, root: Path, tmp_path: Path, key: Key
-) -> None:
+def test_hostile_pickle_in_a_blob_is_never_loaded(cache, root, tmp_path, key):
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (tmp_path / "executed",)
@@ -209,7 +197,7 @@ def test_hostile_pickle_in_a_blob_is_never_loaded(
 
 
 @given(st.binary(max_size=400))
-def test_parser_handles_any_bytes(content: bytes) -> None:
+def test_parser_handles_any_bytes(content):
     with pytest.raises(BadManifest):
         decode(content)
 
@@ -242,18 +230,18 @@ GOOD = {
 }
 
 
-def test_sealed_good_fields_are_a_manifest() -> None:
+def test_sealed_good_fields_are_a_manifest():
     assert decode(sealed(GOOD))[0].kind == "artifact"
 
 
 @given(json_values)
-def test_parser_handles_any_json_with_a_right_digest(fields: object) -> None:
+def test_parser_handles_any_json_with_a_right_digest(fields):
     with pytest.raises(BadManifest):
         decode(sealed(fields))
 
 
 @given(st.sampled_from(sorted(GOOD)), json_values)
-def test_parser_handles_any_value_of_any_field(field: str, value: object) -> None:
+def test_parser_handles_any_value_of_any_field(field, value):
     """A forged field is refused unless the result is another valid manifest."""
     content = sealed(GOOD | {field: value})
     try:
@@ -265,21 +253,21 @@ def test_parser_handles_any_value_of_any_field(field: str, value: object) -> Non
 
 
 @pytest.mark.parametrize("field", [*sorted(GOOD), "extra"])
-def test_missing_and_unknown_fields_are_refused(field: str) -> None:
+def test_missing_and_unknown_fields_are_refused(field):
     fields = {name: value for name, value in GOOD.items() if name != field}
     with pytest.raises(BadManifest):
         decode(sealed(fields if field in GOOD else GOOD | {field: 1}))
 
 
 @pytest.mark.parametrize("line", [b"", b"x" * 513, b"\xff"])
-def test_malformed_signatures_are_refused(line: bytes) -> None:
+def test_malformed_signatures_are_refused(line):
     """What a signature means is known to signing.py: see test_signing.py."""
     assert decode(sealed(GOOD) + b"any text\n")[1] == "any text"
     with pytest.raises(BadManifest):
         decode(sealed(GOOD) + line + b"\n")
 
 
-def test_reference_with_the_digest_of_a_blob_of_another_size_is_refused() -> None:
+def test_reference_with_the_digest_of_a_blob_of_another_size_is_refused():
     ref = BlobRef.of(b"abc")
     assert ref.matches(b"abc")
     assert not BlobRef(ref.sha256, 4).matches(b"abc")
@@ -300,7 +288,7 @@ def test_reference_with_the_digest_of_a_blob_of_another_size_is_refused() -> Non
         [],
     ],
 )
-def test_hostile_blob_references_are_refused(blobs: object) -> None:
+def test_hostile_blob_references_are_refused(blobs):
     with pytest.raises(BadManifest):
         decode(sealed(GOOD | {"blobs": blobs}))
 
@@ -318,13 +306,13 @@ def test_hostile_blob_references_are_refused(blobs: object) -> None:
         b"\xef\xbb\xbf{}",
     ],
 )
-def test_only_canonical_json_is_read(content: bytes) -> None:
+def test_only_canonical_json_is_read(content):
     digest = hashlib.sha256(content).hexdigest().encode()
     with pytest.raises(BadManifest, match=r"JSON|canonical"):
         decode(content + b"\nsha256 " + digest + b"\n")
 
 
-def test_half_a_surrogate_pair_is_refused(cache: Cache, key: Key) -> None:
+def test_half_a_surrogate_pair_is_refused(cache, key):
     """No output could print it."""
     with pytest.raises(BadManifest):
         decode(sealed(GOOD | {"meta": {"x": "\ud800"}}))
@@ -333,7 +321,7 @@ def test_half_a_surrogate_pair_is_refused(cache: Cache, key: Key) -> None:
         cache.publish("artifact", key, {"x": "\ud800"}, {})
 
 
-def test_damage_and_verify_agree(cache: Cache, root: Path, key: Key) -> None:
+def test_damage_and_verify_agree(cache, root, key):
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
         good = file.read_bytes()

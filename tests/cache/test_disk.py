@@ -55,7 +55,7 @@ def assert_serves(cache: Cache, events: Events, key: Key, blobs: dict[str, bytes
     return str(events.named("cache.publish_failed")[0].facts["reason"])
 
 
-def test_disk_full(small_disk: Path, events: Events, key: Key) -> None:
+def test_disk_full(small_disk, events, key):
     cache = Cache(small_disk / "cache", events)
     kept = Key.of("codegen", {"piece": "kept"})
     cache.publish("artifact", kept, META, BLOBS)
@@ -67,7 +67,7 @@ def test_disk_full(small_disk: Path, events: Events, key: Key) -> None:
     assert list((small_disk / "cache" / "tmp").iterdir()) == []
 
 
-def test_disk_goes_read_only(small_disk: Path, events: Events, key: Key) -> None:
+def test_disk_goes_read_only(small_disk, events, key):
     cache = Cache(small_disk / "cache", events)
     kept = Key.of("codegen", {"piece": "kept"})
     cache.publish("artifact", kept, META, BLOBS)
@@ -86,7 +86,7 @@ def in_child(work: Callable[[], None]) -> None:
     assert status(fork(work)) == 0
 
 
-def test_file_size_limit_cuts_a_blob_short(root: Path, key: Key) -> None:
+def test_file_size_limit_cuts_a_blob_short(root, key):
     def work() -> None:
         events = Events()
         cache = Cache(root, events)
@@ -100,7 +100,7 @@ def test_file_size_limit_cuts_a_blob_short(root: Path, key: Key) -> None:
     assert list((root / "tmp").iterdir()) == []
 
 
-def test_permission_is_taken_away(root: Path, key: Key) -> None:
+def test_permission_is_taken_away(root, key):
     kept = Key.of("codegen", {"piece": "kept"})
 
     def work() -> None:
@@ -126,7 +126,7 @@ def test_permission_is_taken_away(root: Path, key: Key) -> None:
     assert isinstance(Cache(root, Events()).lookup("artifact", kept), Entry)
 
 
-def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) -> None:
+def test_directory_vanishes(cache, root, events, key):
     shutil.rmtree(root)
     assert "No such file" in assert_serves(cache, events, key, BLOBS)
     with cache.single_flight("artifact", key) as flight:
@@ -135,9 +135,7 @@ def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) 
     assert not root.exists(), "it may be an unmounted disk, so nothing is written in its place"
 
 
-def test_directory_is_replaced_by_a_file(
-    cache: Cache, root: Path, events: Events, key: Key
-) -> None:
+def test_directory_is_replaced_by_a_file(cache, root, events, key):
     shutil.rmtree(root)
     root.write_text("no directory")
     assert "Not a directory" in assert_serves(cache, events, key, BLOBS)
@@ -145,7 +143,7 @@ def test_directory_is_replaced_by_a_file(
         Cache(root, events)
 
 
-def test_parts_of_the_directory_vanish(cache: Cache, root: Path, key: Key) -> None:
+def test_parts_of_the_directory_vanish(cache, root, key):
     for part in ("tmp", BLOB_AREA, ENTRY_AREA, "locks", "quarantine"):
         cache.publish("artifact", key, META, BLOBS)
         shutil.rmtree(root / part, ignore_errors=True)
@@ -153,7 +151,7 @@ def test_parts_of_the_directory_vanish(cache: Cache, root: Path, key: Key) -> No
         assert isinstance(cache.lookup("artifact", key), Entry), part
 
 
-def test_clock_set_back(root: Path, events: Events, key: Key) -> None:
+def test_clock_set_back(root, events, key):
     """Entries from the future are found, count as recent, and do not stay recent forever."""
     cache = Cache(root, events, limits=Limits(size=0, grace=60.0))
     cache.publish("artifact", key, META, BLOBS)
@@ -168,8 +166,8 @@ def test_clock_set_back(root: Path, events: Events, key: Key) -> None:
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
 def test_c2_triton_11867_stale_network_file_is_a_miss_and_stays(
-    cache: Cache, root: Path, key: Key, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+    cache, root, key, monkeypatch, code
+):
     cache.publish("artifact", key, META, BLOBS)
     read = directory_module.read_file
     stale = [2]
@@ -188,7 +186,7 @@ def test_c2_triton_11867_stale_network_file_is_a_miss_and_stays(
     assert isinstance(cache.lookup("artifact", key), Entry)
 
 
-def test_c2_triton_11867_blob_that_is_not_visible_yet(cache: Cache, root: Path, key: Key) -> None:
+def test_c2_triton_11867_blob_that_is_not_visible_yet(cache, root, key):
     entry = cache.publish("artifact", key, META, BLOBS)
     blob = root / blob_name(entry.manifest.blobs["code.py"].sha256)
     blob.rename(root / "hidden")
@@ -199,9 +197,7 @@ def test_c2_triton_11867_blob_that_is_not_visible_yet(cache: Cache, root: Path, 
     assert isinstance(cache.lookup("artifact", key), Entry)
 
 
-def test_c2_triton_11512_clean_up_that_fails_is_no_failure(
-    cache: Cache, events: Events, key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c2_triton_11512_clean_up_that_fails_is_no_failure(cache, events, key, monkeypatch):
     def busy(*args: object, **options: object) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -211,9 +207,7 @@ def test_c2_triton_11512_clean_up_that_fails_is_no_failure(
     assert events.counters["cache.publish_failed"] == 0
 
 
-def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(
-    cache: Cache, root: Path, key: Key
-) -> None:
+def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(cache, root, key):
     cache.publish("artifact", key, META, BLOBS)
     held = [path.open("rb") for path in root.rglob("*") if path.is_file()]
     cache.publish("artifact", key, META, {"code.py": b"other"})
@@ -223,13 +217,13 @@ def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(
         file.close()
 
 
-def test_a_loop_of_links_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
+def test_a_loop_of_links_is_an_error_with_advice(tmp_path, events):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(CacheNotWritable):
         Cache(tmp_path / "loop", events)
 
 
-def test_a_path_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
+def test_a_path_that_cannot_be_made_is_an_error_with_advice(tmp_path, events):
     (tmp_path / "file").touch()
     with pytest.raises(CacheNotWritable, match="turn the cache off"):
         Cache(tmp_path / "file" / "cache", events)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,7 @@ from piecegraph.cache.keys.key import Key
         "ATEN_CPU_CAPABILITY",
     ],
 )
-def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     assert environment_factors()[name] == "1"
 
@@ -67,46 +64,38 @@ def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(
         "TORCH_CUDA_ARCH_LIST",
     ],
 )
-def test_failure_W9_variables_that_change_no_code_are_no_factors(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_W9_variables_that_change_no_code_are_no_factors(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     assert name not in environment_factors()
 
 
 @pytest.mark.parametrize("value", ["/opt/lib.so", "/a:/b", "~/x", "C:\\x"])
-def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(value, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_NEW", value)
     assert "TORCHINDUCTOR_NEW" not in environment_factors()
 
 
-def test_f9_a_value_that_differs_for_each_run_is_no_factor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_f9_a_value_that_differs_for_each_run_is_no_factor(monkeypatch):
     monkeypatch.setenv("TORCH_NEW", "123e4567-e89b-12d3-a456-426614174000")
     assert "TORCH_NEW" not in environment_factors()
     Key.of("codegen", {"environment": environment_factors()})
 
 
-def test_the_secret_is_never_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secret_is_never_a_factor(monkeypatch):
     for name in DECLARED:
         monkeypatch.setenv(name, "a secret of at least 16 bytes")
     assert not DECLARED.keys() & environment_factors().keys()
 
 
-def test_factors_of_this_process_fit_into_a_key() -> None:
+def test_factors_of_this_process_fit_into_a_key():
     Key.of("codegen", {"environment": environment_factors()})
 
 
-def test_every_exemption_has_a_reason() -> None:
+def test_every_exemption_has_a_reason():
     assert all(EXEMPT.values())
 
 
-def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", "/x")
     assert read("PIECEGRAPH_CACHE_DIR") == "/x"
     monkeypatch.delenv("PIECEGRAPH_CACHE_DIR")
@@ -117,9 +106,7 @@ def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(
 
 
 @pytest.mark.slow
-def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
-    package_sources: dict[str, Path],
-) -> None:
+def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(package_sources):
     readers = {
         name
         for name, path in package_sources.items()

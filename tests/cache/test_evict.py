@@ -48,9 +48,7 @@ def size(root: Path) -> int:
     return sum(path.stat().st_size for path in (root / BLOB_AREA).rglob("*") if path.is_file())
 
 
-def test_least_recently_used_entries_are_removed_first(
-    filled: Cache, root: Path, events: Events
-) -> None:
+def test_least_recently_used_entries_are_removed_first(filled, root, events):
     evict(root, Limits(size=45 * KB), events)
     assert left(root) == [0, 1, 2]
     assert size(root) == 40 * KB, "the shared blob stays and counts once"
@@ -59,20 +57,18 @@ def test_least_recently_used_entries_are_removed_first(
     assert events.named("cache.evict")[-1].facts == {"entries": 7, "kept": 3, "bytes": 70 * KB}
 
 
-def test_a_lookup_counts_as_a_use(filled: Cache, root: Path, events: Events) -> None:
+def test_a_lookup_counts_as_a_use(filled, root, events):
     assert isinstance(filled.lookup("artifact", numbered(9)), Entry)
     evict(root, Limits(size=35 * KB), events)
     assert left(root) == [0, 9]
 
 
-def test_age_limit(filled: Cache, root: Path, events: Events) -> None:
+def test_age_limit(filled, root, events):
     evict(root, Limits(age=4.5 * 3600), events)
     assert left(root) == [0, 1, 2, 3, 4]
 
 
-def test_an_entry_that_lost_a_blob_is_removed_unless_it_is_being_published(
-    filled: Cache, root: Path, events: Events
-) -> None:
+def test_an_entry_that_lost_a_blob_is_removed_unless_it_is_being_published(filled, root, events):
     for number in (0, 3, 4):
         found = filled.lookup("artifact", numbered(number))
         assert isinstance(found, Entry)
@@ -82,14 +78,12 @@ def test_an_entry_that_lost_a_blob_is_removed_unless_it_is_being_published(
     assert left(root) == [0, 1, 2, 5, 6, 7, 8, 9]
 
 
-def test_recently_used_entries_stay_whatever_the_limit(
-    filled: Cache, root: Path, events: Events
-) -> None:
+def test_recently_used_entries_stay_whatever_the_limit(filled, root, events):
     evict(root, Limits(size=0, grace=2.5 * 3600), events)
     assert left(root) == [0, 1, 2]
 
 
-def test_blob_of_an_unfinished_publish_stays(root: Path, events: Events) -> None:
+def test_blob_of_an_unfinished_publish_stays(root, events):
     """An eviction runs after a writer has placed its blobs and before it places the manifest."""
 
     def evict_all(step: str) -> None:
@@ -104,7 +98,7 @@ def test_blob_of_an_unfinished_publish_stays(root: Path, events: Events) -> None
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 
 
-def test_file_that_was_just_returned_stays(filled: Cache, root: Path, events: Events) -> None:
+def test_file_that_was_just_returned_stays(filled, root, events):
     """A loader may be about to open it, although the entry has been replaced."""
     entry = filled.lookup("artifact", numbered(5))
     assert isinstance(entry, Entry)
@@ -114,9 +108,7 @@ def test_file_that_was_just_returned_stays(filled: Cache, root: Path, events: Ev
     assert path.exists()
 
 
-def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(
-    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(filled, root, events, monkeypatch):
     """The publish falls between the first listing of entries and the second."""
     replace = os.replace
     published = []
@@ -135,7 +127,7 @@ def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(
 
 
 @pytest.mark.slow
-def test_publishing_keeps_the_directory_within_its_limit(root: Path, events: Events) -> None:
+def test_publishing_keeps_the_directory_within_its_limit(root, events):
     cache = Cache(root, events, limits=Limits(size=100 * KB, grace=0.0))
     for number in range(60):
         cache.publish("artifact", numbered(number), {}, {"x": bytes([number]) * 5 * KB})
@@ -143,7 +135,7 @@ def test_publishing_keeps_the_directory_within_its_limit(root: Path, events: Eve
     assert events.counters["cache.evicted"] > 30
 
 
-def test_leftovers_of_dead_writers_are_removed_by_age(root: Path, events: Events) -> None:
+def test_leftovers_of_dead_writers_are_removed_by_age(root, events):
     Cache(root, events)
     for area in ("tmp", "quarantine", "locks"):
         for name in ("old", "new"):
@@ -155,18 +147,14 @@ def test_leftovers_of_dead_writers_are_removed_by_age(root: Path, events: Events
         assert [path.name for path in (root / area).iterdir()] == ["new"]
 
 
-def test_damaged_manifest_is_evicted_like_any_other(
-    filled: Cache, root: Path, events: Events
-) -> None:
+def test_damaged_manifest_is_evicted_like_any_other(filled, root, events):
     (root / entry_name("artifact", numbered(9).digest)).write_bytes(b"damaged")
     set_idle(root, 9, 9 * 3600)
     evict(root, Limits(age=8.5 * 3600), events)
     assert left(root) == list(range(9))
 
 
-def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
-    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifest_that_cannot_be_read_now_keeps_its_blobs(filled, root, events, monkeypatch):
     """A temporary read error must not make needed blobs orphans."""
     before = size(root)
 
@@ -180,9 +168,7 @@ def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
     assert (left(root), size(root)) == (list(range(10)), before)
 
 
-def test_eviction_that_fails_is_an_event(
-    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eviction_that_fails_is_an_event(filled, root, events, monkeypatch):
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(1, "Operation not permitted", str(path))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from piecegraph.cache import Cache, Key
 from piecegraph.cache.directory import DirectoryLayer
@@ -20,7 +19,7 @@ def publish(cache: Cache, **changes: object) -> Key:
     return key
 
 
-def test_nearest_entry_and_its_differences_come_first(cache: Cache, root: Path) -> None:
+def test_nearest_entry_and_its_differences_come_first(cache, root):
     publish(cache, torch="2.12.0", piece="99ff")
     near = publish(cache, torch="2.12.0", old=True)
     nearest = publish(cache, config={"level": 3, "passes": ["a"]})
@@ -38,7 +37,7 @@ def test_nearest_entry_and_its_differences_come_first(cache: Cache, root: Path) 
     )
 
 
-def test_of_two_equally_near_the_one_used_last_comes_first(cache: Cache, root: Path) -> None:
+def test_of_two_equally_near_the_one_used_last_comes_first(cache, root):
     keys = [publish(cache, torch=version) for version in ("2.11.0", "2.12.0", "2.12.1")]
     for age, key in zip((20, 10, 30), keys, strict=True):
         os.utime(root / entry_name("artifact", key.digest), (1e9 - age, 1e9 - age))
@@ -46,13 +45,13 @@ def test_of_two_equally_near_the_one_used_last_comes_first(cache: Cache, root: P
     assert [entry.key for entry in found] == [keys[1], keys[0], keys[2]]
 
 
-def test_an_entry_that_does_not_differ_explains_nothing(cache: Cache, root: Path) -> None:
+def test_an_entry_that_does_not_differ_explains_nothing(cache, root):
     key = publish(cache)
     cache.publish("artifact", key.extended({VARIANT: 1}), {}, {})
     assert nearest_entries([DirectoryLayer(root)], "artifact", key) == []
 
 
-def test_other_kinds_and_damaged_entries_are_passed_over(cache: Cache, root: Path) -> None:
+def test_other_kinds_and_damaged_entries_are_passed_over(cache, root):
     cache.publish("bundle", Key.of("codegen", FACTORS), {}, {})
     cache.publish("artifact", Key.of("trace", FACTORS), {}, {})
     damaged = publish(cache, torch="1")
@@ -60,6 +59,6 @@ def test_other_kinds_and_damaged_entries_are_passed_over(cache: Cache, root: Pat
     assert nearest_entries([DirectoryLayer(root)], "artifact", Key.of("codegen", FACTORS)) == []
 
 
-def test_empty_or_missing_directory_has_no_answer(cache: Cache, root: Path) -> None:
+def test_empty_or_missing_directory_has_no_answer(cache, root):
     assert nearest_entries([DirectoryLayer(root)], "artifact", Key.of("codegen", {})) == []
     assert nearest_entries([DirectoryLayer(root / "none")], "artifact", Key.of("codegen", {})) == []

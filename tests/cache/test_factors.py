@@ -31,30 +31,28 @@ named_factors = st.dictionaries(words, factors, max_size=5)
 
 
 @given(named_factors, named_factors)
-def test_keys_are_equal_exactly_if_their_factors_are(
-    one: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_keys_are_equal_exactly_if_their_factors_are(one, other):
     same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
     assert (Key.of("trace", one) == Key.of("trace", other)) == same
     assert Key.of("trace", one).factors == one
 
 
 @given(named_factors, st.randoms(use_true_random=False))
-def test_order_of_factors_does_not_matter(one: dict[str, Any], chance: Any) -> None:
+def test_order_of_factors_does_not_matter(one, chance):
     names = list(one)
     chance.shuffle(names)
     assert Key.of("trace", {name: one[name] for name in names}) == Key.of("trace", one)
 
 
 @given(named_factors, named_factors)
-def test_diff_leads_from_one_key_to_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_diff_leads_from_one_key_to_the_other(old, new):
     differences = diff(old, new)
     assert (differences == []) == (canonical(old) == canonical(new))
     back = [Difference(each.name, each.new, each.old) for each in differences]
     assert diff(new, old) == back
 
 
-def test_diff_names_the_pass_that_changed_and_shows_only_what_differs() -> None:
+def test_diff_names_the_pass_that_changed_and_shows_only_what_differs():
     long = "y" * 9000
     first = ["fuse", {"code": f"{long} 1 {long}", "code.helper": "z"}]
     second = ["fuse", {"code": f"{long} 2 {long}", "code.helper": "z"}]
@@ -69,7 +67,7 @@ def test_diff_names_the_pass_that_changed_and_shows_only_what_differs() -> None:
     assert str(variable) == 'environment.MY_FLAG: <absent> -> "1"'
 
 
-def test_diff_says_old_and_new() -> None:
+def test_diff_says_old_and_new():
     old = {"config": {"level": 2, "gone": True}, "torch": "2.12.0", "n": 1}
     new = {"config": {"level": 3}, "torch": "2.12.0", "n": 1.0, "isa": "avx2"}
     differences = diff(old, new)
@@ -85,16 +83,16 @@ def test_diff_says_old_and_new() -> None:
 @pytest.mark.parametrize(
     "pair", [(1, True), (1, 1.0), (0, False), ("1", 1), (None, "null"), ([], {})]
 )
-def test_values_that_python_confuses_are_different_factors(pair: tuple[Any, Any]) -> None:
+def test_values_that_python_confuses_are_different_factors(pair):
     assert Key.of("trace", {"x": pair[0]}) != Key.of("trace", {"x": pair[1]})
     assert len(diff({"x": pair[0]}, {"x": pair[1]})) == 1
 
 
-def test_kind_is_part_of_the_key() -> None:
+def test_kind_is_part_of_the_key():
     assert Key.of("trace", {}).digest != Key.of("codegen", {}).digest
 
 
-def test_digest_is_full_length_and_stable() -> None:
+def test_digest_is_full_length_and_stable():
     key = Key.of("codegen", {"a": [1, "ä"], "b": None})
     content = b'{"factors":{"a":[1,"\\u00e4"],"b":null},"kind":"codegen","schema":2}'
     assert key.digest == hashlib.sha256(content).hexdigest()
@@ -104,7 +102,7 @@ class Level(enum.Enum):
     TWO = 2
 
 
-def test_tuples_sets_and_enums_become_plain_data() -> None:
+def test_tuples_sets_and_enums_become_plain_data():
     given_ = {"t": (1, 2), "s": frozenset({"b", "a"}), "e": Level.TWO, "n": {"x": {3, 1}}}
     assert Key.of("trace", given_).factors == {
         "t": [1, 2],
@@ -132,14 +130,14 @@ PER_RUN = [f"{object()!r}", f"{test_digest_is_full_length_and_stable!r}", str(uu
 
 
 @pytest.mark.parametrize("value", PER_PLACE + PER_RUN, ids=range(len(PER_PLACE + PER_RUN)))
-def test_c1_vllm_47573_what_varies_per_place_or_run_is_refused(value: str) -> None:
+def test_c1_vllm_47573_what_varies_per_place_or_run_is_refused(value):
     for factor in (value, [value], {"x": value}, {value: 1}):
         with pytest.raises(InvalidFactor, match=r"trace\.config"):
             Key.of("trace", {"config": factor})
 
 
 @pytest.mark.parametrize("name", ["pid", "hostname", "worker_id", "kv.run_id", "Timestamp"])
-def test_c1_dynamo_10695_worker_id_in_a_free_form_config_is_refused(name: str) -> None:
+def test_c1_dynamo_10695_worker_id_in_a_free_form_config_is_refused(name):
     with pytest.raises(InvalidFactor, match="varies per run or place"):
         Key.of("trace", {"additional_config": {"connector": {name: 17}}})
 
@@ -159,18 +157,18 @@ def test_c1_dynamo_10695_worker_id_in_a_free_form_config_is_refused(name: str) -
         "-O3",
     ],
 )
-def test_words_that_are_no_places_are_taken(value: str) -> None:
+def test_words_that_are_no_places_are_taken(value):
     assert not is_place(value)
     assert Key.of("trace", {"x": value}).factors == {"x": value}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", object(), Path("x"), {1: 2}])
-def test_what_is_no_plain_data_is_refused(value: Any) -> None:
+def test_what_is_no_plain_data_is_refused(value):
     with pytest.raises(InvalidFactor, match=r"trace\.x"):
         Key.of("trace", {"x": value})
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_nesting_without_end_is_refused():
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(InvalidFactor, match="nested"):
@@ -193,7 +191,7 @@ def kernel(x):
 
 
 @pytest.mark.slow
-def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
+def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path):
     (tmp_path / "tests_sources.py").write_text(SOURCES)
     seen = set()
     for seed in ("0", "1", "2", "3"):

@@ -97,9 +97,7 @@ def mount(layers: list[Path], at: Path) -> Path:
     return at / ROOT
 
 
-def test_a_mounted_image_is_a_layer(
-    image: Path, entries: list[Entry], tmp_path: Path, trusted: TrustedKeys
-) -> None:
+def test_a_mounted_image_is_a_layer(image, entries, tmp_path, trusted):
     _, _, layers = read(image)
     mounted = DirectoryLayer(mount(layers, tmp_path / "mount"), trusted.refuses)
     cache = Cache(tmp_path / "own", Events(), shared=[mounted])
@@ -113,7 +111,7 @@ def test_a_mounted_image_is_a_layer(
     assert refused.reason == "untrusted"
 
 
-def test_labels_say_which_device_and_versions(image: Path, entries: list[Entry]) -> None:
+def test_labels_say_which_device_and_versions(image, entries):
     labels = read(image)[1]["config"]["Labels"]
     mine = "cache.piecegraph.image"
     assert json.loads(labels[f"{mine}/summary"]) == {
@@ -130,8 +128,8 @@ def test_labels_say_which_device_and_versions(image: Path, entries: list[Entry])
 
 
 def test_equal_entries_give_equal_images_and_the_same_layers(
-    image: Path, entries: list[Entry], cache: Cache, tmp_path: Path, signer: SigningKey
-) -> None:
+    image, entries, cache, tmp_path, signer
+):
     again = tmp_path / "again"
     again.mkdir()
     shutil.copytree(tmp_path / "cache", again / "cache")
@@ -156,9 +154,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
 
-def test_nothing_is_replaced_or_left_over(
-    image: Path, entries: list[Entry], tmp_path: Path, root: Path
-) -> None:
+def test_nothing_is_replaced_or_left_over(image, entries, tmp_path, root):
     with pytest.raises(OSError, match="it exists"):
         write(entries, image)
     damaged = next(path for path in root.rglob("blobs-v2/*/*") if path.stat().st_size > 2)
@@ -197,13 +193,7 @@ def registry(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.heavy
-def test_skopeo_umoci_and_a_registry_take_the_image(
-    entries: list[Entry],
-    root: Path,
-    tmp_path: Path,
-    registry: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_skopeo_umoci_and_a_registry_take_the_image(entries, root, tmp_path, registry, capsys):
     tar, copy, bundle = (tmp_path / name for name in ("image.tar", "copy", "bundle"))
     there = ["--cache-dir", str(root)]
     assert main(["cache", "export", str(tar), *there]) == 0

@@ -60,9 +60,7 @@ def export(entries: list[Entry], path: Path, signer: SigningKey | None = None) -
     export_image([entry.manifest for entry in entries], source, path, signer)
 
 
-def test_export_and_import(
-    file: Path, entries: list[Entry], tmp_path: Path, trusted: TrustedKeys
-) -> None:
+def test_export_and_import(file, entries, tmp_path, trusted):
     cache = Cache(tmp_path / "other", Events())
     for entry in import_image(file, trusted.refuses):
         cache.store(entry)
@@ -72,7 +70,7 @@ def test_export_and_import(
         assert (found.contents, found.digest) == (entry.contents, entry.digest)
 
 
-def test_others_can_read_it_as_the_umask_says(entries: list[Entry], tmp_path: Path) -> None:
+def test_others_can_read_it_as_the_umask_says(entries, tmp_path):
     before = os.umask(0o022)
     try:
         export(entries, tmp_path / "model.tar")
@@ -81,16 +79,14 @@ def test_others_can_read_it_as_the_umask_says(entries: list[Entry], tmp_path: Pa
     assert (tmp_path / "model.tar").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_link_to_a_bundle_stays_one(entries: list[Entry], tmp_path: Path) -> None:
+def test_a_link_to_a_bundle_stays_one(entries, tmp_path):
     (tmp_path / "link.tar").symlink_to(tmp_path / "model.tar")
     export(entries, tmp_path / "link.tar")
     assert (tmp_path / "link.tar").is_symlink()
     assert len(list(import_image(tmp_path / "model.tar", trust_all))) == 2
 
 
-def test_only_trusted_files_are_imported(
-    file: Path, entries: list[Entry], tmp_path: Path, trusted: TrustedKeys
-) -> None:
+def test_only_trusted_files_are_imported(file, entries, tmp_path, trusted):
     with pytest.raises(BundleRefused, match="is not trusted here"):
         import_image(file, TrustedKeys({}).refuses)
     export(entries, tmp_path / "unsigned.tar")
@@ -102,18 +98,14 @@ def test_only_trusted_files_are_imported(
     assert len(list(import_image(tmp_path / "unsigned.tar", all_pinned))) == 2
 
 
-def test_an_image_of_an_image_is_the_same(
-    tar: Path, tmp_path: Path, signer: SigningKey, trusted: TrustedKeys
-) -> None:
+def test_an_image_of_an_image_is_the_same(tar, tmp_path, signer, trusted):
     """Without a key to sign with, entries keep their signatures."""
     image = Image(tar, trusted.refuses)
     export_image(image.manifests, image, tmp_path / "copy.tar")
     assert (tmp_path / "copy.tar").read_bytes() == tar.read_bytes()
 
 
-def test_damage_is_refused_or_touches_no_entry(
-    tar: Path, entries: list[Entry], trusted: TrustedKeys
-) -> None:
+def test_damage_is_refused_or_touches_no_entry(tar, entries, trusted):
     content = tar.read_bytes()
     chance = random.Random(2)
     cuts = [content[: chance.randrange(len(content) - 2048)] for _ in range(100)]
@@ -135,7 +127,7 @@ def test_damage_is_refused_or_touches_no_entry(
 
 
 @given(st.binary(max_size=600))
-def test_parser_handles_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_parser_handles_any_bytes(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any"
     for prefix in (b"", member("index.json", b"{}"), member("index.json", content)):
         path.write_bytes(prefix + content)
@@ -172,7 +164,7 @@ def refused(path: Path, content: bytes) -> str:
     return str(refusal.value.facts["reason"])
 
 
-def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path):
     """Sizes are exact and nothing is compressed, so a small file cannot expand."""
     path = tmp_path / "bomb"
     for size in (1 << 62, 1 << 31, 513, -1):
@@ -189,13 +181,11 @@ def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> N
         b'{"manifests": [{"digest": "sha256:../../../etc/passwd"}]}', b"[" * 100_000,
     ],
 )  # fmt: skip
-def test_malformed_descriptors_are_refused(tmp_path: Path, index: bytes) -> None:
+def test_malformed_descriptors_are_refused(tmp_path, index):
     refused(tmp_path / "x", member("index.json", index))
 
 
-def test_layers_are_those_of_their_digests_and_hold_entries(
-    tmp_path: Path, entries: list[Entry]
-) -> None:
+def test_layers_are_those_of_their_digests_and_hold_entries(tmp_path, entries):
     path, layer = tmp_path / "x", member(f"{ROOT}/other", b"")
     described, content = blob(layer)
     assert "it holds no entries" in refused(path, image([described], content))
@@ -213,13 +203,13 @@ def test_layers_are_those_of_their_digests_and_hold_entries(
     assert "is missing" in refused(path, image([described], content))
 
 
-def test_very_many_files_are_refused(tar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_files_are_refused(tar, monkeypatch):
     monkeypatch.setattr(import_module, "MAX_FILES", 3)
     with pytest.raises(BundleRefused, match="more than 3 files"):
         import_image(tar, trust_all)
 
 
-def test_links_in_a_directory_are_refused(entries: list[Entry], tmp_path: Path) -> None:
+def test_links_in_a_directory_are_refused(entries, tmp_path):
     export(entries, tmp_path / "model")
     index = tmp_path / "model" / "index.json"
     index.rename(tmp_path / "index.json")
@@ -228,7 +218,7 @@ def test_links_in_a_directory_are_refused(entries: list[Entry], tmp_path: Path) 
         import_image(tmp_path / "model", trust_all)
 
 
-def test_more_entries_than_layers_can_be_mounted(tmp_path: Path, cache: Cache) -> None:
+def test_more_entries_than_layers_can_be_mounted(tmp_path, cache):
     many = [
         cache.publish("artifact", Key.of("codegen", {"n": n}), {}, {"x": b"%d" % n})
         for n in range(130)
@@ -240,13 +230,13 @@ def test_more_entries_than_layers_can_be_mounted(tmp_path: Path, cache: Cache) -
         assert len(tar.getnames()) == 100 + 4
 
 
-def test_file_larger_than_the_limit_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_larger_than_the_limit_is_refused(file, monkeypatch):
     monkeypatch.setattr(import_module, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(BundleRefused, match="more than 100"):
         import_image(file, trust_all)
 
 
-def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
+def test_pickles_and_archives_are_refused(tmp_path):
     class Payload:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (tmp_path / "executed",)
@@ -258,18 +248,18 @@ def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_missing_file_is_refused_with_the_reason(tmp_path):
     with pytest.raises(BundleRefused, match="No such file"):
         import_image(tmp_path / "none", trust_all)
 
 
-def test_link_to_a_bundle_may_be_imported(file: Path, tmp_path: Path) -> None:
+def test_link_to_a_bundle_may_be_imported(file, tmp_path):
     """Mounted files of a container are often links, and the user has named this one."""
     (tmp_path / "link.tar").symlink_to(file)
     assert len(list(import_image(tmp_path / "link.tar", trust_all))) == 2
 
 
-def test_imported_names_stay_inside_the_cache(tmp_path: Path, file: Path) -> None:
+def test_imported_names_stay_inside_the_cache(tmp_path, file):
     root = tmp_path / "other"
     cache = Cache(root, Events())
     before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)}
@@ -299,7 +289,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
     return peaks[1] - peaks[0]
 
 
-def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path: Path) -> None:
+def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path):
     with (tmp_path / "x").open("wb") as file:
         file.truncate(1 << 30)
 
@@ -311,7 +301,7 @@ def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_export_and_import_hold_one_entry_in_memory(tmp_path: Path, memory_root: Path) -> None:
+def test_export_and_import_hold_one_entry_in_memory(tmp_path, memory_root):
     cache = Cache(memory_root, Events())
     for number in range(12):
         blobs = {"x": random.Random(number).randbytes(16 << 20)}
@@ -328,7 +318,7 @@ def test_export_and_import_hold_one_entry_in_memory(tmp_path: Path, memory_root:
     assert len(list((memory_root.parent / "other" / ENTRY_AREA).rglob("*/*/*"))) == 12
 
 
-def test_only_the_entries_that_are_asked_for_are_imported(file: Path, entries: list[Entry]) -> None:
+def test_only_the_entries_that_are_asked_for_are_imported(file, entries):
     (entry,) = import_image(file, trust_all, only={entries[1].digest})
     assert entry.digest == entries[1].digest
     with pytest.raises(BundleRefused, match="no entry with digest 0000"):

@@ -20,7 +20,7 @@ from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.remote import RemoteLayer, RemoteSeconds
-from piecegraph.cache.signing import SigningKey, TrustedKeys, pinned, trust_all
+from piecegraph.cache.signing import pinned, trust_all
 from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
 
@@ -45,7 +45,7 @@ def url() -> Iterator[str]:
         files.rm(base, recursive=True)
 
 
-def test_shared_directory_is_read_through(root: Path, image: Path, key: Key) -> None:
+def test_shared_directory_is_read_through(root, image, key):
     events = Events()
     cache = Cache(root, events, shared=[DirectoryLayer(image, trust_all)])
     found = cache.lookup("artifact", key)
@@ -58,7 +58,7 @@ def test_shared_directory_is_read_through(root: Path, image: Path, key: Key) -> 
     assert events.counters["cache.hit.private"] == 1
 
 
-def test_shared_directory_alone_is_a_cache(image: Path, key: Key, events: Events) -> None:
+def test_shared_directory_alone_is_a_cache(image, key, events):
     cache = Cache(None, events, shared=[DirectoryLayer(image, trust_all)])
     assert cache.enabled
     found = cache.lookup("artifact", key)
@@ -66,7 +66,7 @@ def test_shared_directory_alone_is_a_cache(image: Path, key: Key, events: Events
     assert not cache.path(found, "kernel.so").is_relative_to(image)
 
 
-def test_shared_directory_is_never_written(root: Path, image: Path, key: Key) -> None:
+def test_shared_directory_is_never_written(root, image, key):
     (image / blob_name(other_blob(image))).write_bytes(b"damaged")
     before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
@@ -81,9 +81,7 @@ def other_blob(image: Path) -> str:
     return next(path.name for path in (image / BLOB_AREA).rglob("*") if path.is_file())
 
 
-def test_damaged_private_entry_is_repaired_from_the_next_layer(
-    root: Path, image: Path, key: Key
-) -> None:
+def test_damaged_private_entry_is_repaired_from_the_next_layer(root, image, key):
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
@@ -93,7 +91,7 @@ def test_damaged_private_entry_is_repaired_from_the_next_layer(
         assert found.layer == layer
 
 
-def test_first_reason_other_than_absent_is_returned(root: Path, image: Path, key: Key) -> None:
+def test_first_reason_other_than_absent_is_returned(root, image, key):
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
     shutil.rmtree(image / ENTRY_AREA)
@@ -103,7 +101,7 @@ def test_first_reason_other_than_absent_is_returned(root: Path, image: Path, key
     assert (missed.reason, missed.layer) == ("damaged", "private")
 
 
-def test_first_layer_with_the_entry_is_used(root: Path, tmp_path: Path, key: Key) -> None:
+def test_first_layer_with_the_entry_is_used(root, tmp_path, key):
     shared = []
     for name in ("first", "second"):
         Cache(tmp_path / name, Events()).publish("artifact", key, {}, {"x": name.encode()})
@@ -113,25 +111,21 @@ def test_first_layer_with_the_entry_is_used(root: Path, tmp_path: Path, key: Key
     assert found.contents == {"x": b"first"}
 
 
-def test_untrusted_entry_is_a_miss_and_is_not_copied(
-    root: Path, image: Path, key: Key, trusted: TrustedKeys
-) -> None:
+def test_untrusted_entry_is_a_miss_and_is_not_copied(root, image, key, trusted):
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trusted.refuses)])
     missed = cache.lookup("artifact", key)
     assert missed == Miss("untrusted", "it is not signed", f"shared:{image}")
     assert not (root / BLOB_AREA).exists()
 
 
-def test_pinned_entry_is_trusted(root: Path, image: Path, key: Key) -> None:
+def test_pinned_entry_is_trusted(root, image, key):
     entry = Cache(image, Events()).lookup("artifact", key)
     assert isinstance(entry, Entry)
     trusting = Cache(root, Events(), shared=[DirectoryLayer(image, pinned({entry.digest}))])
     assert isinstance(trusting.lookup("artifact", key), Entry)
 
 
-def test_links_in_a_shared_directory_are_not_followed(
-    root: Path, image: Path, tmp_path: Path, key: Key
-) -> None:
+def test_links_in_a_shared_directory_are_not_followed(root, image, tmp_path, key):
     manifest = image / entry_name("artifact", key.digest)
     manifest.rename(tmp_path / "elsewhere")
     manifest.symlink_to(tmp_path / "elsewhere")
@@ -142,9 +136,7 @@ def test_links_in_a_shared_directory_are_not_followed(
     assert manifest.is_symlink(), "a shared layer is not put into quarantine"
 
 
-def test_remote_is_written_back_signed_and_read_through(
-    url: str, tmp_path: Path, key: Key, signer: SigningKey, trusted: TrustedKeys
-) -> None:
+def test_remote_is_written_back_signed_and_read_through(url, tmp_path, key, signer, trusted):
     trust = trusted.refuses
     writing = RemoteLayer(url, trust, write_back=True, signer=signer)
     Cache(tmp_path / "one", Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
@@ -157,8 +149,8 @@ def test_remote_is_written_back_signed_and_read_through(
 
 
 def test_signed_directory_for_an_image_is_made_through_a_remote(
-    root: Path, tmp_path: Path, key: Key, signer: SigningKey, trusted: TrustedKeys
-) -> None:
+    root, tmp_path, key, signer, trusted
+):
     layer = tmp_path / "layer"
     writing = RemoteLayer(f"file://{layer}", trust_all, write_back=True, signer=signer)
     Cache(None, Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
@@ -166,7 +158,7 @@ def test_signed_directory_for_an_image_is_made_through_a_remote(
     assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
 
 
-def test_remote_is_read_only_by_default(url: str, root: Path, key: Key) -> None:
+def test_remote_is_read_only_by_default(url, root, key):
     Cache(root, Events(), shared=[RemoteLayer(url, trust_all)]).publish(
         "artifact", key, META, BLOBS
     )
@@ -174,7 +166,7 @@ def test_remote_is_read_only_by_default(url: str, root: Path, key: Key) -> None:
     assert not files.exists(base)
 
 
-def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
+def test_empty_blob_and_equal_blobs_in_a_remote(url, key):
     blobs = {"empty": b"", "a": b"same", "b": b"same"}
     cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     cache.publish("artifact", key, {}, blobs)
@@ -184,9 +176,7 @@ def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"other", b"x" * 5000])
-def test_damaged_remote_is_a_miss_and_a_write_back_repairs_it(
-    url: str, key: Key, content: bytes
-) -> None:
+def test_damaged_remote_is_a_miss_and_a_write_back_repairs_it(url, key, content):
     cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     entry = cache.publish("artifact", key, META, BLOBS)
     files, base = fsspec.core.url_to_fs(url)
@@ -214,7 +204,7 @@ class Counting:
         return getattr(self._files, verb)
 
 
-def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
+def test_blobs_that_a_remote_has_are_not_sent_again(url, key):
     remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
     cache = Cache(None, Events(), shared=[remote])
@@ -224,9 +214,7 @@ def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
     assert counting.verbs.count("pipe_file") == len(BLOBS) + 2
 
 
-def test_no_more_than_a_blob_is_requested(
-    url: str, key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_a_blob_is_requested(url, key, monkeypatch):
     """A remote file may have any size; some stores refuse empty ranges, which are skipped."""
     remote = RemoteLayer(url, trust_all, write_back=True)
     cache = Cache(None, Events(), shared=[remote])
@@ -243,7 +231,7 @@ def test_no_more_than_a_blob_is_requested(
     assert requested == [(0, MAX_MANIFEST_BYTES + 1), (0, 4)]
 
 
-def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
+def test_what_a_remote_lacks_is_remembered(url, key):
     remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
     cache = Cache(None, Events(), shared=[remote])
@@ -254,7 +242,7 @@ def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
     assert isinstance(cache.lookup("artifact", key), Entry)
 
 
-def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
+def test_memory_of_what_a_remote_lacks_ends(url, key):
     remote = RemoteLayer(url, trust_all, seconds=RemoteSeconds(memory=0.0))
     reader = Cache(None, Events(), shared=[remote])
     assert isinstance(reader.lookup("artifact", key), Miss)
@@ -264,9 +252,7 @@ def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
 
 
 @pytest.mark.parametrize("failure", [TimeoutError("late"), ConnectionError("reset"), KeyError("x")])
-def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(
-    url: str, root: Path, key: Key, failure: Exception
-) -> None:
+def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(url, root, key, failure):
     events = Events()
     remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
@@ -282,7 +268,7 @@ def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(
     assert events.counters["cache.publish_failed"] == 1
 
 
-def test_failing_remote_raises_if_required(url: str, root: Path, key: Key) -> None:
+def test_failing_remote_raises_if_required(url, root, key):
     seconds = RemoteSeconds(memory=0.0)
     remote = RemoteLayer(url, trust_all, write_back=True, failures="raise", seconds=seconds)
     counting = Counting(remote)
@@ -294,7 +280,7 @@ def test_failing_remote_raises_if_required(url: str, root: Path, key: Key) -> No
         cache.publish("artifact", key, META, BLOBS)
 
 
-def test_unreadable_shared_directory_raises_if_required(root: Path, image: Path, key: Key) -> None:
+def test_unreadable_shared_directory_raises_if_required(root, image, key):
     manifest = image / entry_name("artifact", key.digest)
     shutil.rmtree(manifest.parent)
     manifest.parent.write_text("a file where a directory belongs")
@@ -303,7 +289,7 @@ def test_unreadable_shared_directory_raises_if_required(root: Path, image: Path,
         Cache(root, Events(), shared=shared).lookup("artifact", key)
 
 
-def test_unknown_protocol_is_a_clear_error() -> None:
+def test_unknown_protocol_is_a_clear_error():
     with pytest.raises(LayerFailed, match="extra `remote`"):
         RemoteLayer("nosuch://bucket/x", trust_all)
 
@@ -323,7 +309,7 @@ def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, l
     return remote, released, paths
 
 
-def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url: str, key: Key) -> None:
+def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url, key):
     remote, released, paths = hanging(url, request=0.05)
     missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
     assert isinstance(missed, Miss)
@@ -332,7 +318,7 @@ def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url: str, key:
     released.set()
 
 
-def test_all_requests_of_a_start_have_one_deadline(url: str, key: Key) -> None:
+def test_all_requests_of_a_start_have_one_deadline(url, key):
     remote, released, paths = hanging(url, request=0.05, total=0.12)
     cache = Cache(None, Events(), shared=[remote])
     for _ in range(10):
@@ -364,7 +350,7 @@ class Endless(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key: Key) -> None:
+def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -378,9 +364,7 @@ def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key: Key) -
     assert Endless.sent < 64
 
 
-def test_http_files_are_read_only_as_far_as_needed(
-    key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_http_files_are_read_only_as_far_as_needed(key, monkeypatch):
     class Files:
         def __init__(self) -> None:
             self.sizes: list[int] = []
@@ -397,9 +381,7 @@ def test_http_files_are_read_only_as_far_as_needed(
     assert files.sizes == [41]
 
 
-def test_private_hit_fills_a_remote_that_lacks_the_entry(
-    url: str, root: Path, key: Key, signer: SigningKey, trusted: TrustedKeys
-) -> None:
+def test_private_hit_fills_a_remote_that_lacks_the_entry(url, root, key, signer, trusted):
     Cache(root, Events()).publish("artifact", key, META, BLOBS)
     remote = RemoteLayer(url, trusted.refuses, write_back=True, signer=signer)
     cache = Cache(root, Events(), shared=[remote])
@@ -411,9 +393,7 @@ def test_private_hit_fills_a_remote_that_lacks_the_entry(
     assert isinstance(reader.lookup("artifact", key), Entry)
 
 
-def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(
-    url: str, root: Path, tmp_path: Path, key: Key
-) -> None:
+def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(url, root, tmp_path, key):
     """An entry that another machine has compiled with other bytes is not replaced either."""
     remote = RemoteLayer(url, trust_all, write_back=True)
     Cache(None, Events(), shared=[remote]).publish("artifact", key, META, {"code.py": b"theirs"})
@@ -425,9 +405,7 @@ def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(
     assert counting.verbs == ["cat_file", "size"]
 
 
-def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(
-    url: str, root: Path, tmp_path: Path, key: Key
-) -> None:
+def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(url, root, tmp_path, key):
     remote = RemoteLayer(url, trust_all, write_back=True)
     entry = Cache(root, Events(), shared=[remote]).publish("artifact", key, META, BLOBS)
     lost = entry.manifest.blobs["code.py"]

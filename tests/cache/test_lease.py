@@ -55,12 +55,12 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     assert not list((tmp_path / "bucket").glob("locks/*")), "all leases are given back"
 
 
-def test_one_of_six_machines_does_the_work(machines: list[Machine], key: Key) -> None:
+def test_one_of_six_machines_does_the_work(machines, key):
     assert one_flight(machines, key)
 
 
 @pytest.mark.slow
-def test_one_of_six_machines_does_the_work_on_s3(bucket: str, tmp_path: Path, key: Key) -> None:
+def test_one_of_six_machines_does_the_work_on_s3(bucket, tmp_path, key):
     machines = [Machine(tmp_path, f"machine {n}", f"{bucket}/cache") for n in range(6)]
     assert one_flight(machines, key)
     assert machines[0].layer.look(lock_name("bundle", key.digest), 100) is None
@@ -77,7 +77,7 @@ def one_flight(machines: list[Machine], key: Key) -> bool:
     return done == [Flight.FIRST]
 
 
-def test_who_comes_when_the_work_is_done_looks_it_up(machines: list[Machine], key: Key) -> None:
+def test_who_comes_when_the_work_is_done_looks_it_up(machines, key):
     first, second, *_ = machines
     assert not isinstance(second.cache.lookup("bundle", key), Entry)
     first.work(key, [])
@@ -86,7 +86,7 @@ def test_who_comes_when_the_work_is_done_looks_it_up(machines: list[Machine], ke
         assert isinstance(second.cache.lookup("bundle", key), Entry)
 
 
-def test_who_waits_goes_on_when_the_work_is_stored(machines: list[Machine], key: Key) -> None:
+def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
     first, second, *_ = machines
     waits = threading.Event()
     second.events.listeners.append(lambda event: event.name == "cache.wait" and waits.set())
@@ -107,9 +107,7 @@ def test_who_waits_goes_on_when_the_work_is_stored(machines: list[Machine], key:
     assert flights == [Flight.AFTER_OTHERS]
 
 
-def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(machines, key, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     first, *_ = machines
     assert first.layer.create(lock_name("bundle", key.digest), b"of the dead")
@@ -117,9 +115,7 @@ def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(
         assert flight is Flight.AFTER_OTHERS
 
 
-def test_a_living_holder_renews_its_lease(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_living_holder_renews_its_lease(machines, key, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     layer, name = machines[0].layer, lock_name("bundle", key.digest)
     with machines[0].flight(key):
@@ -128,16 +124,14 @@ def test_a_living_holder_renews_its_lease(
             seen.add(layer.look(name, 100))
 
 
-def test_a_wait_has_an_end(machines: list[Machine], key: Key) -> None:
+def test_a_wait_has_an_end(machines, key):
     first, second, *_ = machines
     with first.flight(key) as one, second.flight(key, limit=0.02) as two:
         assert (one, two) == (Flight.FIRST, Flight.UNLOCKED)
     assert second.events.counters["cache.duplicate_work"] == 1
 
 
-def test_both_locks_have_one_deadline(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_locks_have_one_deadline(machines, key, monkeypatch):
     limits: list[float] = []
     flight = leases.Lease.flight
 
@@ -168,7 +162,7 @@ def forbidden(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> Machi
     return machines[0]
 
 
-def test_a_layer_without_leases_is_done_without(forbidden: Machine, key: Key) -> None:
+def test_a_layer_without_leases_is_done_without(forbidden, key):
     with forbidden.flight(key) as flight:
         assert flight is Flight.UNLOCKED
     (event,) = forbidden.events.named("cache.flight")[-1:]
@@ -176,7 +170,7 @@ def test_a_layer_without_leases_is_done_without(forbidden: Machine, key: Key) ->
     assert forbidden.events.counters["cache.duplicate_work"] == 1
 
 
-def test_a_directory_has_one_creator(tmp_path: Path) -> None:
+def test_a_directory_has_one_creator(tmp_path):
     """fsspec looks whether a local file exists, and then writes it."""
     layers = [RemoteLayer(f"file://{tmp_path}/b", trust_all, write_back=True) for _ in range(4)]
     together = threading.Barrier(4)
@@ -234,14 +228,14 @@ def wait_for_first(first: Machine, second: Machine, key: Key) -> Flight:
     return flight
 
 
-def test_a_failed_request_does_not_end_a_wait(machines: list[Machine], key: Key) -> None:
+def test_a_failed_request_does_not_end_a_wait(machines, key):
     first, second, *_ = machines
     Flaky(second, failing=(4, 5))
     assert wait_for_first(first, second, key) is Flight.AFTER_OTHERS
     assert second.events.counters["cache.duplicate_work"] == 0
 
 
-def test_a_wait_takes_nothing_from_the_time_of_the_start(machines: list[Machine], key: Key) -> None:
+def test_a_wait_takes_nothing_from_the_time_of_the_start(machines, key):
     first, second, *_ = machines
     left: list[float] = []
     second.events.listeners.append(
@@ -252,7 +246,7 @@ def test_a_wait_takes_nothing_from_the_time_of_the_start(machines: list[Machine]
     assert len(set(left)) == 1
 
 
-def test_a_poll_reads_and_only_a_free_lease_is_written(machines: list[Machine], key: Key) -> None:
+def test_a_poll_reads_and_only_a_free_lease_is_written(machines, key):
     first, second, *_ = machines
     flaky = Flaky(second)
     written: list[str] = []
@@ -267,9 +261,7 @@ def test_a_poll_reads_and_only_a_free_lease_is_written(machines: list[Machine], 
     assert not written
 
 
-def test_a_failed_renewal_costs_neither_the_lease_nor_the_result(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_renewal_costs_neither_the_lease_nor_the_result(machines, key, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     first, second, *_ = machines
     flaky = Flaky(first)
@@ -284,9 +276,7 @@ def test_a_failed_renewal_costs_neither_the_lease_nor_the_result(
     assert isinstance(second.cache.lookup("bundle", key), Entry)
 
 
-def test_a_lease_that_was_taken_is_left_alone(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_was_taken_is_left_alone(machines, key, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     first, second, *_ = machines
     name = lock_name("bundle", key.digest)
@@ -298,9 +288,7 @@ def test_a_lease_that_was_taken_is_left_alone(
     second.layer.remove(name)
 
 
-def test_a_lease_that_was_purged_is_made_again(
-    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_was_purged_is_made_again(machines, key, monkeypatch):
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     first, second, *_ = machines
     name = lock_name("bundle", key.digest)
@@ -310,7 +298,7 @@ def test_a_lease_that_was_purged_is_made_again(
             time.sleep(0.001)
 
 
-def test_an_entry_that_all_refuse_is_made_once(machines: list[Machine], key: Key) -> None:
+def test_an_entry_that_all_refuse_is_made_once(machines, key):
     """Each has it already, so that its being there does not end a wait."""
     first, second, *_ = machines
     first.cache.publish("bundle", key, META, BLOBS)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
 from piecegraph.cache.directory import DirectoryLayer
@@ -42,14 +40,14 @@ def publish(root: Path, number: int = 0, step: str = "") -> None:
         cache.publish("artifact", numbered(number), {}, BLOBS)
 
 
-def test_next_start_removes_the_files_of_a_killed_publish(root: Path) -> None:
+def test_next_start_removes_the_files_of_a_killed_publish(root):
     kill_in(lambda: publish(root, step="blob written"))
     assert list((root / "tmp").iterdir())
     Cache(root, Events())
     assert list((root / "tmp").iterdir()) == []
 
 
-def test_files_of_a_running_publish_stay(root: Path) -> None:
+def test_files_of_a_running_publish_stay(root):
     def start_another(step: str) -> None:
         if step in ("blob written", "manifest written"):
             before = set((root / "tmp").rglob("*"))
@@ -67,9 +65,7 @@ def evict_all(root: Path) -> None:
     evict(root, Limits(size=0, leftover=3600), Events())
 
 
-def test_next_export_removes_the_files_of_a_killed_one(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_export_removes_the_files_of_a_killed_one(root, tmp_path, monkeypatch):
     publish(root)
     source = DirectoryLayer(root)
     manifest = Cache(root, Events()).publish("artifact", numbered(1), {}, BLOBS).manifest
@@ -88,8 +84,8 @@ def test_next_export_removes_the_files_of_a_killed_one(
 
 
 def test_next_start_removes_the_temporary_directory_of_a_killed_compile(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    root, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def compile_and_die() -> None:
@@ -105,9 +101,7 @@ def test_next_start_removes_the_temporary_directory_of_a_killed_compile(
     assert not used.exists()
 
 
-def test_directory_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     make, made = tempfile.mkdtemp, []
 
     def make_and_remove(**options: object) -> str:
@@ -122,7 +116,7 @@ def test_directory_that_is_removed_before_it_is_locked_is_made_again(
     assert len(made) == 2
 
 
-def test_without_locks_only_the_age_decides(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_only_the_age_decides(root, monkeypatch):
     def refuse(*args: object) -> None:
         raise OSError(37, "No locks available")
 
@@ -136,7 +130,7 @@ def test_without_locks_only_the_age_decides(root: Path, monkeypatch: pytest.Monk
         assert not directory.exists()
 
 
-def test_links_and_directories_of_others_are_not_removed(tmp_path: Path) -> None:
+def test_links_and_directories_of_others_are_not_removed(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "owned-link").symlink_to(tmp_path / "target")
     (tmp_path / "owned-file").touch()
@@ -146,7 +140,7 @@ def test_links_and_directories_of_others_are_not_removed(tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_quarantine_is_limited_by_size_and_keeps_the_newest(root: Path) -> None:
+def test_quarantine_is_limited_by_size_and_keeps_the_newest(root):
     cache = Cache(root, Events(), limits=Limits(size=16 * 2500))
     for number in range(6):
         entry = cache.publish("artifact", numbered(number), {}, {"x": bytes([number]) * 1000})
@@ -158,7 +152,7 @@ def test_quarantine_is_limited_by_size_and_keeps_the_newest(root: Path) -> None:
     assert 1 <= len(list((root / "quarantine").iterdir())) <= 2
 
 
-def test_entries_from_the_future_can_be_evicted(root: Path, events: Events) -> None:
+def test_entries_from_the_future_can_be_evicted(root, events):
     cache = Cache(root, events)
     for number in range(10):
         cache.publish("artifact", numbered(number), {}, {"x": bytes([number])})

@@ -40,7 +40,7 @@ def is_of_one_writer(entry: Entry, number: int) -> bool:
     return any(entry.contents == blobs(number, writer) for writer in range(PROCESSES))
 
 
-def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root: Path) -> None:
+def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root):
     """A blob of one writer is never found with a blob of another."""
     keys = [numbered(0)] * PROCESSES
 
@@ -59,7 +59,7 @@ def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root: Path) ->
     assert verify(memory_root) == []
 
 
-def test_sixteen_processes_publish_different_keys(memory_root: Path) -> None:
+def test_sixteen_processes_publish_different_keys(memory_root):
     def publish(writer: int) -> Callable[[], None]:
         def work() -> None:
             cache = Cache(memory_root, Events())
@@ -78,7 +78,7 @@ def test_sixteen_processes_publish_different_keys(memory_root: Path) -> None:
             assert found.contents == blobs(number, writer)
 
 
-def test_sixteen_processes_compile_once(root: Path, tmp_path: Path) -> None:
+def test_sixteen_processes_compile_once(root, tmp_path):
     compiled = tmp_path / "compiled"
 
     def prepare() -> None:
@@ -97,7 +97,7 @@ def test_sixteen_processes_compile_once(root: Path, tmp_path: Path) -> None:
     assert compiled.read_bytes() == b"x"
 
 
-def test_threads_compile_once(cache: Cache) -> None:
+def test_threads_compile_once(cache):
     compiled: list[int] = []
 
     def prepare() -> None:
@@ -114,7 +114,7 @@ def test_threads_compile_once(cache: Cache) -> None:
     assert compiled == [1]
 
 
-def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
+def test_different_keys_do_not_wait_for_each_other(root):
     first, second = Cache(root, Events()), Cache(root, Events())
     with first.single_flight("artifact", numbered(1)):
         with second.single_flight("artifact", numbered(2), wait_limit=0) as flight:
@@ -123,7 +123,7 @@ def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
             assert flight is Flight.FIRST
 
 
-def test_waiter_goes_on_unlocked_after_its_limit_and_reports_its_waiting(root: Path) -> None:
+def test_waiter_goes_on_unlocked_after_its_limit_and_reports_its_waiting(root):
     events = Events()
     holder, waiter = Cache(root, Events()), Cache(root, events)
     with holder.single_flight("artifact", numbered(1)):
@@ -135,7 +135,7 @@ def test_waiter_goes_on_unlocked_after_its_limit_and_reports_its_waiting(root: P
     assert events.counters["cache.duplicate_work"] == 1
 
 
-def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> None:
+def test_lock_of_a_dead_holder_is_free_at_once(root, events):
     reports, report = os.pipe()
 
     def hold() -> None:
@@ -156,7 +156,7 @@ def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> No
     os.close(report)
 
 
-def test_flight_that_finds_the_entry_comes_after_others(root: Path) -> None:
+def test_flight_that_finds_the_entry_comes_after_others(root):
     first, late = Cache(root, Events()), Cache(root, Events())
     assert not isinstance(late.lookup("artifact", numbered(1)), Entry)
     with first.single_flight("artifact", numbered(1)) as flight:
@@ -166,14 +166,14 @@ def test_flight_that_finds_the_entry_comes_after_others(root: Path) -> None:
         assert flight is Flight.AFTER_OTHERS
 
 
-def test_lock_is_released_when_the_work_fails(cache: Cache) -> None:
+def test_lock_is_released_when_the_work_fails(cache):
     with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
         _ = 1 / 0
     with cache.single_flight("artifact", numbered(1), wait_limit=0) as flight:
         assert flight is Flight.FIRST
 
 
-def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
+def test_readers_and_writers_during_eviction(memory_root):
     """With a grace period of zero, blobs are removed while in use: whole entries or misses."""
 
     def use(writer: int) -> Callable[[], None]:
@@ -197,7 +197,7 @@ def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
     assert not [finding for finding in verify(memory_root) if "other bytes" in finding.reason]
 
 
-def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -> None:
+def test_blob_re_used_while_it_is_evicted_survives(root, events):
     """An eviction that has not seen the new manifest removes the blob; the writer restores it."""
     Cache(root, events).publish("artifact", numbered(1), {}, {"x": b"shared"})
 
@@ -213,7 +213,7 @@ def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -
     assert isinstance(writer.lookup("artifact", numbered(2)), Entry)
 
 
-def test_killed_waiters_hold_no_lock(root: Path) -> None:
+def test_killed_waiters_hold_no_lock(root):
     holder = Cache(root, Events())
     with holder.single_flight("artifact", numbered(1)):
         pid = fork(lambda: kill_while_waiting(root))
@@ -228,7 +228,7 @@ def kill_while_waiting(root: Path) -> None:
         pass
 
 
-def test_flight_without_file_descriptors_goes_on_unlocked(root: Path) -> None:
+def test_flight_without_file_descriptors_goes_on_unlocked(root):
     def work() -> None:
         events = Events()
         cache = Cache(root, events)

@@ -149,13 +149,7 @@ def own_keys_put_into_the_layer(layer: Path, key: Key) -> None:
         (own_keys_put_into_the_layer, "which is not trusted here"),
     ],
 )
-def test_attack_on_a_signed_layer_is_refused(
-    layer: Path,
-    key: Key,
-    trusted: TrustedKeys,
-    attack: Callable[[Path, Key], None],
-    reason: str,
-) -> None:
+def test_attack_on_a_signed_layer_is_refused(layer, key, trusted, attack, reason):
     assert isinstance(looked_up(layer, key, trusted), Entry)
     attack(layer, key)
     missed = looked_up(layer, key, trusted)
@@ -173,14 +167,8 @@ def test_attack_on_a_signed_layer_is_refused(
     ],
 )
 def test_key_that_is_withdrawn_refuses_what_it_has_signed(
-    layer: Path,
-    key: Key,
-    signer: SigningKey,
-    tmp_path: Path,
-    options: str,
-    revoked: str,
-    reason: str,
-) -> None:
+    layer, key, signer, tmp_path, options, revoked, reason
+):
     """Also a replay of an old entry: its epoch is signed. Two keys may be trusted at once."""
     public, file = signer.public, tmp_path / "trusted"
     lines = [f"ed25519 {public.value} name=old {options} # until summer", ""]
@@ -194,9 +182,7 @@ def test_key_that_is_withdrawn_refuses_what_it_has_signed(
     assert reason in missed.detail
 
 
-def test_revocation_reaches_copies_in_private_directories(
-    layer: Path, key: Key, trusted: TrustedKeys, root: Path, signer: SigningKey
-) -> None:
+def test_revocation_reaches_copies_in_private_directories(layer, key, trusted, root, signer):
     shared = [DirectoryLayer(layer, trusted.refuses)]
     assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
     revoking = TrustedKeys(trusted.keys, frozenset({signer.public.id}))
@@ -208,9 +194,7 @@ def test_revocation_reaches_copies_in_private_directories(
     assert isinstance(cache.lookup("artifact", key), Entry)
 
 
-def test_builder_signs_again_in_the_next_epoch(
-    layer: Path, key: Key, trusted: TrustedKeys, root: Path, signer: SigningKey
-) -> None:
+def test_builder_signs_again_in_the_next_epoch(layer, key, trusted, root, signer):
     shared = [DirectoryLayer(layer, trusted.refuses)]
     Cache(root, Events(), shared=shared).lookup("artifact", key)
     later = signer.next_epoch()
@@ -220,16 +204,14 @@ def test_builder_signs_again_in_the_next_epoch(
     assert isinstance(looked_up(layer, key, only_later), Entry)
 
 
-def test_server_that_writes_back_passes_the_signature_on(
-    layer: Path, key: Key, trusted: TrustedKeys, root: Path, tmp_path: Path
-) -> None:
+def test_server_that_writes_back_passes_the_signature_on(layer, key, trusted, root, tmp_path):
     mirror = RemoteLayer(f"file://{tmp_path}/mirror", trusted.refuses, write_back=True)
     Cache(root, Events(), shared=[DirectoryLayer(layer, trusted.refuses)]).lookup("artifact", key)
     Cache(root, Events(), shared=[mirror]).lookup("artifact", key)
     assert isinstance(looked_up(tmp_path / "mirror", key, trusted), Entry)
 
 
-def test_keys_are_written_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_written_and_read(tmp_path, monkeypatch):
     for variable in (SIGNING_KEY_FILE, TRUSTED_KEYS_FILE):
         monkeypatch.delenv(variable, raising=False)
     assert (signing_key(), trusted_keys(None)) == (None, None)
@@ -263,9 +245,7 @@ PRIVATE, PUBLIC = f"ed25519-private {'1' * 64}", f"ed25519 {'1' * 64}"
         (None, 0o600, "No such file"),
     ],
 )
-def test_unsafe_signing_key_is_refused(
-    tmp_path: Path, content: str | None, mode: int, reason: str
-) -> None:
+def test_unsafe_signing_key_is_refused(tmp_path, content, mode, reason):
     if content is not None:
         (tmp_path / "key").write_text(content)
         (tmp_path / "key").chmod(mode)
@@ -287,8 +267,8 @@ def test_unsafe_signing_key_is_refused(
     ],
 )
 def test_file_of_trusted_keys_that_others_can_change_or_is_malformed_is_refused(
-    tmp_path: Path, content: str, mode: int, reason: str
-) -> None:
+    tmp_path, content, mode, reason
+):
     (tmp_path / "keys").write_text(content)
     (tmp_path / "keys").chmod(mode)
     with pytest.raises(InvalidKeyFile, match=reason):
@@ -296,14 +276,14 @@ def test_file_of_trusted_keys_that_others_can_change_or_is_malformed_is_refused(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_file_of_trusted_keys_that_another_user_has_replaced_is_refused(tmp_path: Path) -> None:
+def test_file_of_trusted_keys_that_another_user_has_replaced_is_refused(tmp_path):
     (tmp_path / "keys").write_text(PUBLIC)
     os.chown(tmp_path / "keys", 12345, -1)
     with pytest.raises(InvalidKeyFile, match="user 12345 owns"):
         read_trusted_keys(tmp_path / "keys")
 
 
-def test_key_file_of_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+def test_key_file_of_a_directory_that_others_can_write_to_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "open" / "keys").write_text(PUBLIC)
@@ -311,9 +291,7 @@ def test_key_file_of_a_directory_that_others_can_write_to_is_refused(tmp_path: P
         read_trusted_keys(tmp_path / "open" / "keys")
 
 
-def test_signature_is_no_part_of_what_identifies_an_entry(
-    layer: Path, key: Key, trusted: TrustedKeys
-) -> None:
+def test_signature_is_no_part_of_what_identifies_an_entry(layer, key, trusted):
     found = looked_up(layer, key, trusted)
     assert isinstance(found, Entry)
     assert json.loads(found.manifest.line()).keys() & {"signature", "epoch"} == set()

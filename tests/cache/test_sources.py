@@ -87,9 +87,7 @@ def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.M
 
 
 @pytest.mark.parametrize("name", ["op", "helper", "Tool", "kernel", "small", "bound", "half"])
-def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(
-    tmp_path: Path, name: str
-) -> None:
+def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(tmp_path, name):
     moved = "# a comment\n\n\n" + SOURCE.replace("SCALE = 0.5", "SCALE = 0.5  # half")
     one, other = module(tmp_path), module(tmp_path, moved)
     assert fingerprint(getattr(one, name)) == fingerprint(getattr(other, name))
@@ -115,13 +113,13 @@ def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(
     ],
 )
 @pytest.mark.parametrize("name", ["op", "kernel", "half"])
-def test_every_change_that_matters_is_seen(tmp_path: Path, name: str, old: str, new: str) -> None:
+def test_every_change_that_matters_is_seen(tmp_path, name, old, new):
     assert SOURCE.count(old) == 1
     one, other = module(tmp_path), module(tmp_path, SOURCE.replace(old, new))
     assert fingerprint(getattr(one, name)) != fingerprint(getattr(other, name))
 
 
-def test_running_changes_nothing(tmp_path: Path) -> None:
+def test_running_changes_nothing(tmp_path):
     made = module(tmp_path)
     before = fingerprint(made.op)
     for number in range(2000):  # long enough for the interpreter to specialize the code
@@ -130,7 +128,7 @@ def test_running_changes_nothing(tmp_path: Path) -> None:
     assert fingerprint(made.op) == before
 
 
-def test_edit_after_the_import_changes_nothing(tmp_path: Path) -> None:
+def test_edit_after_the_import_changes_nothing(tmp_path):
     """What runs is what was imported."""
     made = module(tmp_path)
     before = fingerprint(made.op)
@@ -139,7 +137,7 @@ def test_edit_after_the_import_changes_nothing(tmp_path: Path) -> None:
     assert fingerprint(made.op) == before
 
 
-def test_closures_and_arguments_tell_functions_apart(tmp_path: Path) -> None:
+def test_closures_and_arguments_tell_functions_apart(tmp_path):
     made = module(tmp_path)
     prints = [
         fingerprint(function)
@@ -157,7 +155,7 @@ def test_closures_and_arguments_tell_functions_apart(tmp_path: Path) -> None:
     assert len(set(prints)) == len(prints)
 
 
-def test_functions_made_without_a_file_have_fingerprints() -> None:
+def test_functions_made_without_a_file_have_fingerprints():
     scope: dict[str, object] = {"__name__": "generated"}
     exec("def f(x): return x + 1\ndef g(x): return x + 2", scope)
     f, g = scope["f"], scope["g"]
@@ -166,16 +164,14 @@ def test_functions_made_without_a_file_have_fingerprints() -> None:
     assert fingerprint(f) != fingerprint(g)
 
 
-def test_recursion_ends(tmp_path: Path) -> None:
+def test_recursion_ends(tmp_path):
     made = module(
         tmp_path, "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return even(n)\n"
     )
     assert fingerprint(made.even) != fingerprint(made.odd)
 
 
-def test_functions_reached_through_a_module_are_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_reached_through_a_module_are_followed(tmp_path, monkeypatch):
     prints = set()
     for number, body in enumerate(("x + 1", "x + 2")):
         package = tmp_path / str(number) / "package_of_a_model"
@@ -190,13 +186,13 @@ def test_functions_reached_through_a_module_are_followed(
     assert len(prints) == 2
 
 
-def test_other_packages_are_not_followed(tmp_path: Path) -> None:
+def test_other_packages_are_not_followed(tmp_path):
     source = "from json import dumps\ndef f(x): return dumps(x)\n"
     assert fingerprint(module(tmp_path, source).f) == fingerprint(module(tmp_path, source).f)
     assert fingerprint(sys.intern) == fingerprint(sys.intern)
 
 
-def test_a_global_that_a_nested_function_stores_is_state(tmp_path: Path) -> None:
+def test_a_global_that_a_nested_function_stores_is_state(tmp_path):
     source = "def f():\n    def g():\n        global n\n        n += 1\n    return g\nn = 0\n"
     made = module(tmp_path, source)
     before = fingerprint(made.f)
@@ -244,9 +240,7 @@ partial = functools.partial(scaled, Pass(3))
         ("calls_cached", "return 11", "return 12"),
     ],
 )
-def test_f3_fields_and_helpers_of_a_pass_are_part_of_it(
-    tmp_path: Path, name: str, old: str, new: str
-) -> None:
+def test_f3_fields_and_helpers_of_a_pass_are_part_of_it(tmp_path, name, old, new):
     one, other = module(tmp_path, PASSES), module(tmp_path, PASSES.replace(old, new))
     assert fingerprint(getattr(one, name)) != fingerprint(getattr(other, name))
     assert fingerprint(getattr(one, name)) == fingerprint(getattr(module(tmp_path, PASSES), name))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.files import check_private
-from piecegraph.cache.signing import SigningKey, TrustedKeys, pinned, trust_all
+from piecegraph.cache.signing import pinned, trust_all
 from piecegraph.errors import UntrustedDirectory
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import Status, exit_status, verify
@@ -20,7 +19,7 @@ from .conftest import BLOBS, META
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o777, 0o701, 0o1777])
-def test_open_directory_is_refused_and_its_command_fixes_it(root: Path, mode: int) -> None:
+def test_open_directory_is_refused_and_its_command_fixes_it(root, mode):
     root.mkdir()
     root.chmod(mode)
     with pytest.raises(UntrustedDirectory) as refusal:
@@ -32,7 +31,7 @@ def test_open_directory_is_refused_and_its_command_fixes_it(root: Path, mode: in
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
-def test_ancestor_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+def test_ancestor_that_others_can_write_to_is_refused(tmp_path, mode):
     above = tmp_path / "with space"
     above.mkdir()
     above.chmod(mode)
@@ -42,15 +41,13 @@ def test_ancestor_that_others_can_write_to_is_refused(tmp_path: Path, mode: int)
     Cache(above / "deep" / "cache", Events())
 
 
-def test_sticky_ancestor_is_allowed(tmp_path: Path) -> None:
+def test_sticky_ancestor_is_allowed(tmp_path):
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
     Cache(tmp_path / "sticky" / "cache", Events())
 
 
-def test_link_is_followed_once_and_re_pointing_it_later_has_no_effect(
-    tmp_path: Path, key: Key
-) -> None:
+def test_link_is_followed_once_and_re_pointing_it_later_has_no_effect(tmp_path, key):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "ours")
     cache = Cache(link, Events())
@@ -60,7 +57,7 @@ def test_link_is_followed_once_and_re_pointing_it_later_has_no_effect(
     assert isinstance(cache.lookup("artifact", key), Miss)
 
 
-def test_link_to_an_open_directory_is_refused(tmp_path: Path) -> None:
+def test_link_to_an_open_directory_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "open" / "inner").mkdir(mode=0o700)
@@ -72,7 +69,7 @@ def test_link_to_an_open_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_directory_of_another_user_is_refused(root: Path, tmp_path: Path) -> None:
+def test_directory_of_another_user_is_refused(root, tmp_path):
     root.mkdir(mode=0o700)
     os.chown(root, 12345, -1)
     with pytest.raises(UntrustedDirectory, match="user 12345 owns it") as refusal:
@@ -85,7 +82,7 @@ def test_directory_of_another_user_is_refused(root: Path, tmp_path: Path) -> Non
     os.chown(tmp_path, 0, -1)
 
 
-def test_what_the_cache_creates_is_private_under_any_umask(tmp_path: Path) -> None:
+def test_what_the_cache_creates_is_private_under_any_umask(tmp_path):
     before = os.umask(0)
     try:
         Cache(tmp_path / "a" / "b" / "cache", Events())
@@ -98,9 +95,7 @@ def entry(cache: Cache, key: Key) -> Entry:
     return cache.publish("artifact", key, META, BLOBS)
 
 
-def test_signature_covers_all_of_the_entry(
-    cache: Cache, entry: Entry, key: Key, signer: SigningKey, trusted: TrustedKeys
-) -> None:
+def test_signature_covers_all_of_the_entry(cache, entry, key, signer, trusted):
     signature = signer.sign(entry.manifest)
     assert trusted.refuses(entry.manifest, signature) is None
     for changed in (
@@ -114,7 +109,7 @@ def test_signature_covers_all_of_the_entry(
         assert reason == f"its signature is not that of key {signer.public.id}"
 
 
-def test_pins_name_contents_and_not_keys(cache: Cache, entry: Entry, key: Key) -> None:
+def test_pins_name_contents_and_not_keys(cache, entry, key):
     trust = pinned({entry.digest})
     assert trust(entry.manifest, None) is None
     other = cache.publish("artifact", key, META, BLOBS | {"code.py": b"evil"})

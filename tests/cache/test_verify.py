@@ -30,11 +30,11 @@ def blob(cache: Cache, root: Path, key: Key) -> Path:
     return root / blob_name(entry.manifest.blobs["code.py"].sha256)
 
 
-def test_clean(manifest: Path, root: Path) -> None:
+def test_clean(manifest, root):
     assert exit_status(verify(root)) == 0
 
 
-def test_corrupt_manifest(manifest: Path, root: Path, key: Key) -> None:
+def test_corrupt_manifest(manifest, root, key):
     manifest.write_bytes(manifest.read_bytes()[:-1])
     (finding,) = verify(root)
     assert (finding.status, finding.name) == (
@@ -44,7 +44,7 @@ def test_corrupt_manifest(manifest: Path, root: Path, key: Key) -> None:
     assert exit_status([finding]) == 1
 
 
-def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path) -> None:
+def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob, root):
     blob.write_bytes(b"other")
     assert len(verify(root)) == 2
     assert exit_status(verify(root)) == 1
@@ -55,26 +55,24 @@ def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path)
     assert finding.reason == "not the bytes of its name"
 
 
-def test_untrusted(manifest: Path, root: Path) -> None:
+def test_untrusted(manifest, root):
     assert exit_status(verify(root, TrustedKeys({}).refuses)) == 2
     assert exit_status(verify(root, trust_all)) == 0
 
 
-def test_unverifiable(blob: Path, root: Path) -> None:
+def test_unverifiable(blob, root):
     blob.unlink()
     assert exit_status(verify(root)) == 4
 
 
-def test_stray_file_is_unverifiable(manifest: Path, root: Path) -> None:
+def test_stray_file_is_unverifiable(manifest, root):
     stray = manifest.with_name(".nfs0001")
     stray.touch()
     (finding,) = verify(root)
     assert (finding.status, finding.reason) == (Status.UNVERIFIABLE, "no entry has this name")
 
 
-def test_directory_that_cannot_be_listed_is_unverifiable(
-    manifest: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_cannot_be_listed_is_unverifiable(manifest, root, monkeypatch):
     def refuse(path: Path) -> list[str]:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -83,7 +81,7 @@ def test_directory_that_cannot_be_listed_is_unverifiable(
     assert nearest_entries([DirectoryLayer(root)], "artifact", Key.of("codegen", {})) == []
 
 
-def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:
+def test_statuses_are_summed(manifest, blob, root):
     other = Cache(root, Events()).publish("artifact", Key.of("trace", {}), {}, {"x": b"x"})
     (root / blob_name(other.manifest.blobs["x"].sha256)).unlink()
     blob.write_bytes(b"other")
@@ -91,11 +89,11 @@ def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:
     assert exit_status(verify(root)) == 1 + 2 + 4
 
 
-def test_missing_directory_is_unverifiable(tmp_path: Path) -> None:
+def test_missing_directory_is_unverifiable(tmp_path):
     assert exit_status(verify(tmp_path / "none")) == 4
 
 
-def test_nothing_is_changed(manifest: Path, blob: Path, root: Path) -> None:
+def test_nothing_is_changed(manifest, blob, root):
     blob.write_bytes(b"other")
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     verify(root)

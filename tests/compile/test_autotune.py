@@ -21,9 +21,7 @@ INPUTS = {"input": "float32[num_tokens, 4]"}
     ("level", "device", "size", "tuned"),
     [(3, "cuda", 4, True), (2, "cuda", 4, False), (3, "cpu", 4, False), (3, "cuda", None, False)],
 )
-def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
-    level: int, device: str, size: int | None, tuned: bool
-) -> None:
+def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(level, device, size, tuned):
     config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
     events = Events()
     split: Any = SimpleNamespace(config=config)
@@ -31,7 +29,7 @@ def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
     assert ("max_autotune" in compiler_options(split, job, torch.device(device), events)) == tuned
 
 
-def test_what_is_autotuned_has_other_keys() -> None:
+def test_what_is_autotuned_has_other_keys():
     def keys(level: int, *sizes: int) -> tuple[Any, str]:
         config = compile_config(Config(level=level, codegen={"sizes": sizes}, inputs=INPUTS))
         key = trace_key(torch.nn.Linear(4, 4), config, CPU)

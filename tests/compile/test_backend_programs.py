@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize(
     "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.heavy) for name in MORE)]
 )
-def test_programs(name: str) -> None:
+def test_programs(name):
     """Pieces that Dynamo's own backend runs: what is adopted, split and handed on is right."""
     options = {"compiler": "eager", "cache": False}
     assert try_program(name, "piecegraph", options) is None
@@ -31,7 +30,7 @@ def test_programs(name: str) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_under_inductor(name: str, tmp_path: Path) -> None:
+def test_programs_under_inductor(name, tmp_path):
     """Right, or wrong with Inductor alone too; what was stored gives the same when it is loaded."""
     for package in NEEDED.get(name.partition("_")[0], ()):
         if importlib.util.find_spec(package) is None:

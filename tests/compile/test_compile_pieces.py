@@ -75,9 +75,7 @@ def begin(root: Path) -> Any:
     return start(Stack(4), root, splitting_ops=MIX, compiler="recording")
 
 
-def test_a_piece_is_built_while_the_code_of_the_next_is_generated(
-    tmp_path: Path, using: Any
-) -> None:
+def test_a_piece_is_built_while_the_code_of_the_next_is_generated(tmp_path, using):
     compiler = using(Recording())
     begin(tmp_path)
     generated = ["generate 0", "generate 1", "build 0", "generate 2", "build 1", "build 2"]
@@ -85,7 +83,7 @@ def test_a_piece_is_built_while_the_code_of_the_next_is_generated(
 
 
 @pytest.mark.parametrize("broken", ["generate 1", "build 1"])
-def test_what_was_compiled_before_an_error_is_kept(tmp_path: Path, using: Any, broken: str) -> None:
+def test_what_was_compiled_before_an_error_is_kept(tmp_path, using, broken):
     using(Recording(broken))
     with pytest.raises(PieceFailed, match=r"piece 1 .*OSError: no compiler"):
         begin(tmp_path)
@@ -95,7 +93,7 @@ def test_what_was_compiled_before_an_error_is_kept(tmp_path: Path, using: Any, b
     assert begin(tmp_path).hit
 
 
-def test_nothing_missing_opens_no_session(tmp_path: Path, using: Any) -> None:
+def test_nothing_missing_opens_no_session(tmp_path, using):
     using(Recording())
     begin(tmp_path)
     again = using(Recording())
@@ -103,9 +101,7 @@ def test_nothing_missing_opens_no_session(tmp_path: Path, using: Any) -> None:
     assert again.log == []
 
 
-def test_garbage_is_not_collected_while_compiling_and_is_afterwards(
-    tmp_path: Path, using: Any
-) -> None:
+def test_garbage_is_not_collected_while_compiling_and_is_afterwards(tmp_path, using):
     compiler = using(Recording("generate 2"))
     with pytest.raises(PieceFailed):
         begin(tmp_path)
@@ -114,9 +110,7 @@ def test_garbage_is_not_collected_while_compiling_and_is_afterwards(
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_is_frozen_stays_as_it_was(
-    tmp_path: Path, using: Any, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_frozen_stays_as_it_was(tmp_path, using, frozen, monkeypatch):
     using(Recording())
     monkeypatch.setattr(gc, "get_freeze_count", get_freeze_count)
     gc.freeze()

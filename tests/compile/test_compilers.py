@@ -52,7 +52,7 @@ def begin(root: Path, depth: int = 4) -> Any:
     return start(Stack(depth), root, splitting_ops=MIX)
 
 
-def test_code_of_another_version_is_not_loaded(tmp_path: Path, install: Any) -> None:
+def test_code_of_another_version_is_not_loaded(tmp_path, install):
     install(TEXT)
     begin(tmp_path)
     old = machine_key(CodeConfig(compiler="text"), CPU)
@@ -64,7 +64,7 @@ def test_code_of_another_version_is_not_loaded(tmp_path: Path, install: Any) -> 
     assert upgraded.events.counters["text_compiles"] == 3
 
 
-def test_a_compiler_whose_code_is_loaded_states_its_version(tmp_path: Path, install: Any) -> None:
+def test_a_compiler_whose_code_is_loaded_states_its_version(tmp_path, install):
     install(replace(TEXT, version=""))
     with pytest.raises(CompilerUnversioned, match="'text', an entry point of piecegraph.compilers"):
         begin(tmp_path)
@@ -73,12 +73,12 @@ def test_a_compiler_whose_code_is_loaded_states_its_version(tmp_path: Path, inst
 
 
 @pytest.mark.parametrize("compiler", ["inductor", "eager"])
-def test_keys_of_built_in_compilers_state_no_version(compiler: str) -> None:
+def test_keys_of_built_in_compilers_state_no_version(compiler):
     versions = machine_key(CodeConfig(compiler=compiler), CPU).factors["versions"]
     assert {*versions} == {"piecegraph", "torch", "torch_commit", "triton", "python"}
 
 
-def test_a_blob_may_have_any_name(tmp_path: Path, install: Any) -> None:
+def test_a_blob_may_have_any_name(tmp_path, install):
     install(replace(TEXT, compile=compile_elsewhere, load=load_elsewhere))
     first = begin(tmp_path)
     assert first.events.counters["text_compiles"] == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from piecegraph.compile.bundle.key_factors import toolchain
@@ -13,9 +11,7 @@ from piecegraph.compile.bundle.key_factors import toolchain
     ("program", "said"),
     [("echo 'other c++ 7.1'; echo more", {"cxx": "other c++ 7.1"}), ("exit 1", {})],
 )
-def test_compiler_is_the_one_that_inductor_runs(
-    tmp_path: Path, program: str, said: dict[str, str]
-) -> None:
+def test_compiler_is_the_one_that_inductor_runs(tmp_path, program, said):
     import torch._inductor.config as inductor_config
 
     compiler = tmp_path / "c++"

@@ -252,14 +252,14 @@ def of_tensor(tensor: torch.Tensor) -> str:
     return fingerprint(graph, torch.nn.Module())
 
 
-def test_a_class_of_tensors_is_a_part_of_the_digest() -> None:
+def test_a_class_of_tensors_is_a_part_of_the_digest():
     """Code that unwraps one class fails on, or is wrong for, another one of the same form."""
     one, two = torch.ones(2, 3), torch.ones(2, 3)
     assert of_tensor(TwoTensor(one, two)) == of_tensor(TwoTensor(two, one))
     assert of_tensor(TwoTensor(one, two)) != of_tensor(one)
 
 
-def test_a_class_of_tensors_of_the_users_is_refused_by_name() -> None:
+def test_a_class_of_tensors_of_the_users_is_refused_by_name():
     """Its methods decide what is compiled, and nothing states their code."""
     with pytest.raises(Undescribable, match=r"test_fingerprint\.Other is a class of tensors"):
         of_tensor(Other(torch.ones(2), torch.ones(2)))

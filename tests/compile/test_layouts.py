@@ -70,7 +70,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_layout_is_no_difference(plan: Plan, tmp_path: Path, seed: int) -> None:
+def test_a_layout_is_no_difference(plan, tmp_path, seed):
     model, x = moved(Stack(LAYERS), in_one_buffer(seed)), torch.randn(5, 8)
     warm = start(model, tmp_path, splitting_ops=MIX)
     assert warm.hit
@@ -80,9 +80,7 @@ def test_a_layout_is_no_difference(plan: Plan, tmp_path: Path, seed: int) -> Non
     assert len(cold.compiled.plan.pieces) == len(plan.pieces) < LAYERS
 
 
-def test_weights_on_top_of_each_other_are_no_difference_unless_one_is_written(
-    plan: Plan, tmp_path: Path
-) -> None:
+def test_weights_on_top_of_each_other_are_no_difference_unless_one_is_written(plan, tmp_path):
     flat = torch.zeros(64)
     places = torch.clone, lambda values: flat[: values.numel()].view(values.shape)
     for kind, differs in ((Stack, False), (Counting, True)):
@@ -91,6 +89,6 @@ def test_weights_on_top_of_each_other_are_no_difference_unless_one_is_written(
         assert (difference(shared, made) is not None) == differs
 
 
-def test_another_alignment_is_a_difference(plan: Plan) -> None:
+def test_another_alignment_is_a_difference(plan):
     found = difference(moved(Stack(LAYERS), in_one_buffer(0, begin=1)), plan)
     assert "a value that its nodes hold differs" in str(found)

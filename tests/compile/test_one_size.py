@@ -11,7 +11,7 @@ from piecegraph.tools.engine.model import Decoder
 pytestmark = pytest.mark.compile
 
 
-def test_code_for_one_size_has_no_guard_on_weights() -> None:
+def test_code_for_one_size_has_no_guard_on_weights():
     events = Events()
     config = Config(
         inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},

@@ -14,7 +14,6 @@ from piecegraph.runtime.setup.switches import resolve_config
 from piecegraph.tools.bisect.pieces import debug_pieces
 from piecegraph.torch_compat.compiling.partition import partitions_through
 
-from .conftest import Compile
 from .models import MIX, SIZES, Function, Stack, X
 
 pytestmark = [
@@ -44,7 +43,7 @@ def partitions(step: Any, *args: Any) -> int:
     return len(calls)
 
 
-def test_each_range_and_size_is_partitioned_and_loaded_the_next_time(compiled: Compile) -> None:
+def test_each_range_and_size_is_partitioned_and_loaded_the_next_time(compiled):
     model, settings = Stack(2), {**WHOLE, "splitting_ops": MIX}
     ranges = {"codegen.ranges": (16,), "codegen.sizes": (4,)}
     made, again = (compiled(model, **settings, **ranges) for _ in range(2))
@@ -59,14 +58,12 @@ def test_each_range_and_size_is_partitioned_and_loaded_the_next_time(compiled: C
 
 
 @pytest.mark.parametrize("way", ["no cache", "dump directory"])
-def test_code_that_is_not_stored_is_partitioned_too(
-    compiled: Compile, tmp_path: Any, way: str
-) -> None:
+def test_code_that_is_not_stored_is_partitioned_too(compiled, tmp_path, way):
     kept = {"cache": False} if way == "no cache" else {"codegen.dump_dir": tmp_path}
     assert partitions(compiled(Stack(1), **WHOLE, **kept), torch.randn(5, 8)) == 2
 
 
-def test_an_op_that_elementwise_work_follows_is_beside_the_next(compiled: Compile) -> None:
+def test_an_op_that_elementwise_work_follows_is_beside_the_next(compiled):
     """Inductor defers what the second op reads to that op."""
 
     def body(x: Tensor) -> Any:
@@ -91,9 +88,7 @@ def parts_before_an_op(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("body", [parts_of_one_tensor, parts_before_an_op])
-def test_parts_of_a_tensor_that_partitions_compute_are_not_lost(
-    compiled: Compile, body: Any
-) -> None:
+def test_parts_of_a_tensor_that_partitions_compute_are_not_lost(compiled, body):
     made = compiled(Function(body), **WHOLE)
     for size in SIZES:
         x = torch.randn(size, 8)
@@ -128,16 +123,12 @@ def first_of_two(node: Any) -> bool:
         (parts_before_an_op, (first_of_two,), "some calls of piecegraph_test::fresh only"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_partitioned_is_refused(
-    compiled: Compile, body: Any, rules: Any, reason: str
-) -> None:
+def test_what_cannot_be_partitioned_is_refused(compiled, body, rules, reason):
     with pytest.raises(NotPartitioned, match=reason):
         compiled(Function(body), **{**WHOLE, "splitting_ops": rules}, cache=False)
 
 
-def test_another_order_of_calls_is_refused(
-    compiled: Compile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_order_of_calls_is_refused(compiled, monkeypatch):
     """An op may have state that no schema names."""
     from torch._inductor.scheduler import Scheduler
 
@@ -158,7 +149,7 @@ def test_another_order_of_calls_is_refused(
 @pytest.mark.parametrize(
     "settings", [{"compiler": "eager"}, {"codegen.inductor_options": {"cpp_wrapper": True}}]
 )
-def test_only_inductors_python_code_is_partitioned(settings: dict[str, Any]) -> None:
+def test_only_inductors_python_code_is_partitioned(settings):
     with pytest.raises(InvalidSetting, match="cannot partition code"):
         Config().changed(**{**WHOLE, **settings})
     off = resolve_config(Config().changed(**{**WHOLE, "level": 0, "compiler": "inductor"}))
@@ -166,9 +157,7 @@ def test_only_inductors_python_code_is_partitioned(settings: dict[str, Any]) -> 
     assert resolve_config(Config(level=0, codegen={"partition": "inductor"})).compiler == "eager"
 
 
-def test_an_op_that_is_called_is_in_the_digest_by_its_interface(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_op_that_is_called_is_in_the_digest_by_its_interface(monkeypatch):
     from piecegraph.compile.conditions import kinds
 
     def digest(**settings: Any) -> str:

@@ -156,9 +156,7 @@ CHANGES: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_failure_of_stale_code_is_a_miss(
-    name: str, checkout: Checkout, bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_of_stale_code_is_a_miss(name, checkout, bundles, monkeypatch):
     before = checkout.model()
     root = bundles / "changes"
     start(before, root)
@@ -200,9 +198,7 @@ UNREAD: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_what_is_not_baked_in_changes_nothing(
-    name: str, checkout: Checkout, bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_baked_in_changes_nothing(name, checkout, bundles, monkeypatch):
     root = bundles / "unread"
     start(checkout.model(), root)
     changed = checkout.model()
@@ -222,9 +218,7 @@ def test_what_is_not_baked_in_changes_nothing(
     ],
     ids=["function of another module", "forward"],
 )
-def test_edited_source_is_a_miss(
-    helpers: str, model: str, checkout: Checkout, bundles: Path, tmp_path: Path
-) -> None:
+def test_edited_source_is_a_miss(helpers, model, checkout, bundles, tmp_path):
     start(checkout.model(), bundles / "edited")
     edited = Checkout(tmp_path / "checkout", helpers, model)
     after = start(edited.model(), bundles / "edited")
@@ -234,9 +228,7 @@ def test_edited_source_is_a_miss(
         torch.testing.assert_close(after(x), edited.model()(x))
 
 
-def test_c1_vllm_47573_moved_checkout_and_cache_are_hits(
-    checkout: Checkout, tmp_path: Path
-) -> None:
+def test_c1_vllm_47573_moved_checkout_and_cache_are_hits(checkout, tmp_path):
     start(checkout.model(), tmp_path / "cache")
     shutil.move(tmp_path / "cache", tmp_path / "moved" / "cache")
     moved = Checkout(tmp_path / "elsewhere" / "checkout")
@@ -244,7 +236,7 @@ def test_c1_vllm_47573_moved_checkout_and_cache_are_hits(
     assert after.hit, after.reason
 
 
-def test_examples_of_another_form_are_a_miss(checkout: Checkout, bundles: Path) -> None:
+def test_examples_of_another_form_are_a_miss(checkout, bundles):
     root, model = bundles / "examples", checkout.model()
     start(model, root, examples=((torch.zeros(5, 8),), {}), inputs=inputs_of("float32"))
     sized = start(model, root, examples=((torch.zeros(9, 8),), {}), inputs=inputs_of("float32"))
@@ -260,9 +252,7 @@ class Switched(torch.nn.Module):
         return x * 2 if double else x + 0
 
 
-def test_flag_among_the_examples_is_a_factor(
-    bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_among_the_examples_is_a_factor(bundles, monkeypatch):
     use_text_compiler(monkeypatch)
     x = torch.ones(5, 8)
     start(Switched(), bundles, examples=((x, False), {}), inputs=inputs_of("float32"))
@@ -272,9 +262,7 @@ def test_flag_among_the_examples_is_a_factor(
     assert after(x).eq(2).all()
 
 
-def test_changed_inductor_setting_is_a_miss_and_a_cold_start_changes_none(
-    checkout: Checkout, bundles: Path
-) -> None:
+def test_changed_inductor_setting_is_a_miss_and_a_cold_start_changes_none(checkout, bundles):
     import torch._inductor.config as inductor_config
 
     first = start(checkout.model(), bundles / "setting")
@@ -304,7 +292,7 @@ SWITCHES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_process_wide_switch_of_torch_is_a_factor(name: str, checkout: Checkout) -> None:
+def test_process_wide_switch_of_torch_is_a_factor(name, checkout):
     switch, value, usual = SWITCHES[name]
     model = checkout.model()
     key = trace_key_of(model)
@@ -316,7 +304,7 @@ def test_process_wide_switch_of_torch_is_a_factor(name: str, checkout: Checkout)
     assert trace_key_of(model) == key
 
 
-def test_autocast_is_a_factor(checkout: Checkout) -> None:
+def test_autocast_is_a_factor(checkout):
     model = checkout.model()
     with torch.autocast("cpu", torch.bfloat16):
         inside = trace_key_of(model)
@@ -338,9 +326,7 @@ def _define_fused(width: int, gain: float) -> Any:
     return library
 
 
-def test_fake_implementation_of_an_op_is_checked(
-    bundles: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fake_implementation_of_an_op_is_checked(bundles, monkeypatch):
     use_text_compiler(monkeypatch)
     library = _define_fused(6, 2.0)
     try:
@@ -357,7 +343,7 @@ def test_fake_implementation_of_an_op_is_checked(
         library._destroy()
 
 
-def test_c1_no_provenance_is_a_reason() -> None:
+def test_c1_no_provenance_is_a_reason():
     for conditions in (None, 1, {}, {"nodes": [], "identities": [], "roots": {"": 1}}):
         assert "unreadable" in str(broken_conditions(conditions, torch.nn.Module())[0])
 
@@ -377,7 +363,7 @@ print(trace_key(model, config, torch.device("cpu")).digest)
 
 
 @pytest.mark.slow
-def test_two_hash_seeds_give_one_key(checkout: Checkout, tmp_path: Path) -> None:
+def test_two_hash_seeds_give_one_key(checkout, tmp_path):
     program = HASHED.format(folder=str(tmp_path / "checkout"))
 
     def key(seed: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("parts", ["faster", " graphs, faster"])
-def test_the_environment_turns_them_off(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_them_off(parts, monkeypatch):
     from torch._inductor import codecache
 
     def is_replaced() -> bool:
@@ -41,9 +40,7 @@ def test_the_environment_turns_them_off(parts: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.compile
-def test_a_bundle_traced_with_them_is_not_used_but_its_code_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_traced_with_them_is_not_used_but_its_code_is(tmp_path, monkeypatch):
     model = Stack()
     first = start(model, tmp_path, splitting_ops=MIX)
     assert start(model, tmp_path, splitting_ops=MIX).hit
@@ -56,9 +53,7 @@ def test_a_bundle_traced_with_them_is_not_used_but_its_code_is(
 
 
 @pytest.mark.compile
-def test_a_failing_trace_with_copies_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_trace_with_copies_is_a_warning(tmp_path, monkeypatch, caplog):
     from piecegraph.torch_compat.faster.equal_layers import trace_with_copies as entry
 
     def fail(*args: Any) -> entry.TraceWithCopies:

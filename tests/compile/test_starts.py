@@ -80,7 +80,7 @@ def replicas(root: Path, gains: list[float]) -> list[tuple[bool, int, bool]]:
 
 
 @pytest.mark.slow
-def test_sixteen_replicas_on_an_empty_directory_compile_once(tmp_path: Path) -> None:
+def test_sixteen_replicas_on_an_empty_directory_compile_once(tmp_path):
     outcomes = replicas(tmp_path, [2.0] * PROCESSES)
     assert [right for _, _, right in outcomes] == [True] * PROCESSES
     assert sum(compiles for _, compiles, _ in outcomes) == 1
@@ -89,13 +89,13 @@ def test_sixteen_replicas_on_an_empty_directory_compile_once(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.heavy
-def test_sixteen_different_models_at_once(tmp_path: Path) -> None:
+def test_sixteen_different_models_at_once(tmp_path):
     outcomes = replicas(tmp_path, [float(gain) for gain in range(PROCESSES)])
     assert [right for _, _, right in outcomes] == [True] * PROCESSES
     assert sum(compiles for _, compiles, _ in outcomes) == PROCESSES
 
 
-def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path: Path) -> None:
+def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path):
     start(Tiny(), tmp_path)
     assert start(Tiny(), tmp_path, bundle="force").hit
     with pytest.raises(BundleMissing, match="config.max_num_tokens: 64 -> 65"):
@@ -106,7 +106,7 @@ def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path: Path) ->
         start(Tiny(), tmp_path, bundle="force", compiler="eager")
 
 
-def test_a_refused_start_is_looked_up_once(tmp_path: Path) -> None:
+def test_a_refused_start_is_looked_up_once(tmp_path):
     start(Tiny(2.0), tmp_path)
     refused = start(Tiny(3.0), tmp_path)
     assert "gain: 2.0 -> 3.0" in refused.reason
@@ -115,9 +115,7 @@ def test_a_refused_start_is_looked_up_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [[], [2.0]])
-def test_what_another_process_stored_after_the_look_up_is_loaded(
-    tmp_path: Path, before: list[float]
-) -> None:
+def test_what_another_process_stored_after_the_look_up_is_loaded(tmp_path, before):
     for gain in before:
         start(Tiny(gain), tmp_path)
     events, config = Events(), compile_config(Config(compiler="text", inputs=X, max_num_tokens=64))
@@ -132,7 +130,7 @@ def others(*facts: dict[str, Any]) -> Callable[[str, Any], list[dict[str, Any]]]
     return lambda topic, own: [dict(own), *({**own, **fact} for fact in facts)]
 
 
-def test_c3_vllm_57423_all_ranks_trace_if_one_has_no_bundle(tmp_path: Path) -> None:
+def test_c3_vllm_57423_all_ranks_trace_if_one_has_no_bundle(tmp_path):
     start(Tiny(), tmp_path)
     assert start(Tiny(), tmp_path, exchange=others({}, {})).hit
     lacking = {"plan": None, "reason": "absent"}
@@ -145,7 +143,7 @@ def test_c3_vllm_57423_all_ranks_trace_if_one_has_no_bundle(tmp_path: Path) -> N
         start(Tiny(), tmp_path, exchange=others(lacking), bundle="force")
 
 
-def test_c3_sglang_40320_ranks_with_other_keys_may_have_other_plans(tmp_path: Path) -> None:
+def test_c3_sglang_40320_ranks_with_other_keys_may_have_other_plans(tmp_path):
     start(Tiny(), tmp_path)
     assert start(Tiny(), tmp_path, exchange=others({"key": "other", "plan": "other"})).hit
     made = start(Tiny(), tmp_path, exchange=others({"plan": "other"}))
@@ -164,7 +162,7 @@ DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage: str, tmp_path: Path) -> None:
+def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage, tmp_path):
     whole = tmp_path / "whole"
     first = start(Tiny(), whole)
     files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size]
@@ -199,9 +197,7 @@ def _contents(root: Path, made: Start) -> Any:
 
 
 @pytest.mark.parametrize("kinds", [("bundle",), ("bundle", "artifact")])
-def test_code_that_does_not_load_is_compiled_again_and_replaced(
-    tmp_path: Path, kinds: tuple[str, ...]
-) -> None:
+def test_code_that_does_not_load_is_compiled_again_and_replaced(tmp_path, kinds):
     start(Tiny(), tmp_path)
     cache = Cache(tmp_path, Events())
     for kind in kinds:
@@ -216,9 +212,7 @@ def test_code_that_does_not_load_is_compiled_again_and_replaced(
     assert start(Tiny(), tmp_path).hit
 
 
-def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(tmp_path, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

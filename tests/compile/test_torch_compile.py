@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,7 +57,7 @@ def compiled(model: nn.Module, **options: Any) -> tuple[Any, pg.Events]:
 
 
 @torch.no_grad()
-def test_pieces_are_shared_and_sizes_dynamic() -> None:
+def test_pieces_are_shared_and_sizes_dynamic():
     model = Model()
     fast, events = compiled(model, compiler="eager")
     for size in (3, 5, 17):
@@ -71,7 +70,7 @@ def test_pieces_are_shared_and_sizes_dynamic() -> None:
 
 
 @torch.no_grad()
-def test_a_second_trace_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_trace_compiles_nothing(tmp_path):
     """Inductor, over one cache directory: what `torch.compiler.reset` forgets, the cache has."""
     counts = []
     for _ in range(2):
@@ -86,14 +85,14 @@ def test_a_second_trace_compiles_nothing(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_graphs_without_the_splitting_op_are_one_piece() -> None:
+def test_graphs_without_the_splitting_op_are_one_piece():
     fast, events = compiled(nn.Linear(8, 8), compiler="eager")
     fast(torch.randn(3, 8))
     assert events.named("split")[0].facts["pieces"] == 1
 
 
 @torch.no_grad()
-def test_static_sizes() -> None:
+def test_static_sizes():
     model = Model()
     options = {"splitting_ops": (MIX,), "compiler": "eager", "cache": False}
     fast = torch.compile(model, backend="piecegraph", dynamic=False, options=options)
@@ -109,13 +108,13 @@ def refusal(model: nn.Module, x: torch.Tensor, **options: Any) -> BaseException 
     return getattr(caught.value, "inner_exception", caught.value)
 
 
-def test_strict_refuses_gradients() -> None:
+def test_strict_refuses_gradients():
     assert isinstance(refusal(Model(), torch.randn(3, 8), strict=True), GradientsNeeded)
     fast, _ = compiled(Model().requires_grad_(False), compiler="eager", strict=True)
     fast(torch.randn(3, 8))
 
 
-def test_training_goes_to_torchs_backend() -> None:
+def test_training_goes_to_torchs_backend():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     fast, events = compiled(model, compiler="aot_eager")
     x = torch.randn(3, 8)
@@ -129,9 +128,7 @@ def test_training_goes_to_torchs_backend() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("error", [RuntimeError("ours"), PieceFailed])
-def test_an_error_of_ours_is_a_fallback(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Any
-) -> None:
+def test_an_error_of_ours_is_a_fallback(monkeypatch, caplog, error):
     """Whatever fails, the graph runs as torch's backend compiles it, with one warning."""
     facts = {"compiler": "c", "piece": 0, "digest": "d", "reason": "broken"}
     raised = error if isinstance(error, RuntimeError) else error(**facts)
@@ -166,9 +163,7 @@ def failing_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_an_error_in_a_call_is_a_fallback_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_a_call_is_a_fallback_too(monkeypatch, caplog):
     failing_in_calls(monkeypatch)
     model = Model(2)
     fast, events = compiled(model, compiler="eager")
@@ -183,7 +178,7 @@ def test_an_error_in_a_call_is_a_fallback_too(
 
 
 @torch.no_grad()
-def test_a_graph_that_writes_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_writes_is_not_run_twice(monkeypatch):
     """An error of the program is its own, and a call that may have written is not repeated."""
     failing_in_calls(monkeypatch)
     with pytest.raises(PieceFailed):
@@ -193,7 +188,7 @@ def test_a_graph_that_writes_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -
 
 
 @torch.no_grad()
-def test_an_error_of_the_program_in_a_call_is_its_own() -> None:
+def test_an_error_of_the_program_in_a_call_is_its_own():
     events = pg.Events()
     options = {"compiler": "eager", "cache": False, "events": events}
     fast = torch.compile(lambda x, i: x[i] * 2, backend="piecegraph", options=options)
@@ -204,14 +199,14 @@ def test_an_error_of_the_program_in_a_call_is_its_own() -> None:
 
 
 @torch.no_grad()
-def test_settings_of_serving_are_refused() -> None:
+def test_settings_of_serving_are_refused():
     error = refusal(Model(), torch.randn(3, 8), max_num_reqs=4)
     assert isinstance(error, InvalidSetting)
     assert "max_num_reqs" in str(error)
 
 
 @torch.no_grad()
-def test_sizes_without_an_upper_bound() -> None:
+def test_sizes_without_an_upper_bound():
     """Two inputs whose size becomes dynamic together; pixels, whose strides would overflow."""
     for function, shapes in (
         (torch.add, [((3, 8), (3, 8)), ((5, 8), (5, 8))]),
@@ -225,7 +220,7 @@ def test_sizes_without_an_upper_bound() -> None:
 
 
 @torch.no_grad()
-def test_autocast_is_kept(tmp_path: Path) -> None:
+def test_autocast_is_kept(tmp_path):
     def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return x @ weight
@@ -242,7 +237,7 @@ def test_autocast_is_kept(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_what_is_not_kept_is_an_event(tmp_path: Path) -> None:
+def test_what_is_not_kept_is_an_event(tmp_path):
     uncached = {"codegen.inductor_options": {"force_disable_caches": True}}
     fast, events = compiled(torch.sin, cache=True, cache_dir=tmp_path, **uncached)
     fast(torch.randn(3, 8))

@@ -49,14 +49,14 @@ def launching(kernel: Any, number: int = 8) -> str:
     return canonical_text(graph, torch.nn.Module())
 
 
-def test_kernel_and_its_constants_are_part_of_a_piece() -> None:
+def test_kernel_and_its_constants_are_part_of_a_piece():
     first = launching(plus_one)
     assert launching(plus_one) == first
     assert launching(plus_two) != first
     assert launching(plus_one, number=9) != first
 
 
-def test_place_in_the_process_table_is_not() -> None:
+def test_place_in_the_process_table_is_not():
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     first = launching(plus_one)

@@ -45,9 +45,7 @@ def started(model: nn.Module, root: Path) -> bool:
     return bool(prepared.compiled.from_bundle)
 
 
-def test_packed_weights_of_dynamic_quantization_are_refused(
-    model: nn.Module, tmp_path: Path
-) -> None:
+def test_packed_weights_of_dynamic_quantization_are_refused(model, tmp_path):
     packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(PiecegraphError):
         started(packed, tmp_path)
@@ -60,9 +58,7 @@ def mesh(tmp_path: Path) -> Iterator[object]:
     dist.destroy_process_group()
 
 
-def test_a_plan_of_distributed_tensors_is_refused(
-    model: nn.Module, mesh: object, tmp_path: Path
-) -> None:
+def test_a_plan_of_distributed_tensors_is_refused(model, mesh, tmp_path):
     parallel = dist.tensor.parallel
     plan = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
     parallel.parallelize_module(model, mesh, plan)
@@ -70,7 +66,7 @@ def test_a_plan_of_distributed_tensors_is_refused(
         started(model, tmp_path)
 
 
-def test_quantized_weights_of_torchao_are_in_bundles(model: nn.Module, tmp_path: Path) -> None:
+def test_quantized_weights_of_torchao_are_in_bundles(model, tmp_path):
     torchao = pytest.importorskip(
         "torchao.quantization", reason="torchao is not installed: its int8 weights are not tried"
     )
@@ -80,7 +76,7 @@ def test_quantized_weights_of_torchao_are_in_bundles(model: nn.Module, tmp_path:
     assert started(other, tmp_path)
 
 
-def test_linear_layers_of_bitsandbytes_are_served_or_refused(tmp_path: Path) -> None:
+def test_linear_layers_of_bitsandbytes_are_served_or_refused(tmp_path):
     bitsandbytes = pytest.importorskip(
         "bitsandbytes", reason="bitsandbytes is not installed: its layers are not tried"
     )

@@ -78,7 +78,7 @@ def replies(workers: Workers, count: int) -> tuple[dict[int, Any], list[Notice]]
     return done, notices
 
 
-def test_a_worker_has_nothing_open_but_its_pipe(stubs: Any, tmp_path: Path) -> None:
+def test_a_worker_has_nothing_open_but_its_pipe(stubs, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, (tmp_path / "log").open("w") as log:
         for each in (server.fileno(), log.fileno()):
             os.set_inheritable(each, True)
@@ -95,9 +95,7 @@ def test_a_worker_has_nothing_open_but_its_pipe(stubs: Any, tmp_path: Path) -> N
         assert workers.processes
 
 
-def test_each_task_has_a_reply_though_thirty_workers_are_killed(
-    stubs: Any, monkeypatch: Any
-) -> None:
+def test_each_task_has_a_reply_though_thirty_workers_are_killed(stubs, monkeypatch):
     monkeypatch.setattr(pool, "ATTEMPTS", 100)
     workers, killed = stubs(2), set[int]()
     workers.give(tasks(*["work"] * 20))
@@ -116,7 +114,7 @@ def test_each_task_has_a_reply_though_thirty_workers_are_killed(
     assert len(killed) >= 30
 
 
-def test_a_task_of_which_workers_die_is_given_back_and_named(stubs: Any) -> None:
+def test_a_task_of_which_workers_die_is_given_back_and_named(stubs):
     workers = stubs()
     workers.give(tasks("die"))
     done, notices = replies(workers, 1)
@@ -124,7 +122,7 @@ def test_a_task_of_which_workers_die_is_given_back_and_named(stubs: Any) -> None
     assert [notice.event for notice in notices] == ["worker.lost"] * 3
 
 
-def test_the_error_of_a_worker_that_cannot_start_is_quoted(stubs: Any) -> None:
+def test_the_error_of_a_worker_that_cannot_start_is_quoted(stubs):
     workers = stubs(1, [sys.executable, "-c", "import no_such_module"])
     workers.give(tasks("work"))
     _, notices = replies(workers, 1)
@@ -132,7 +130,7 @@ def test_the_error_of_a_worker_that_cannot_start_is_quoted(stubs: Any) -> None:
     assert [notice.facts["reason"] for notice in notices] == [reason] * 3
 
 
-def test_a_silent_worker_is_named_and_replaced(stubs: Any, monkeypatch: Any) -> None:
+def test_a_silent_worker_is_named_and_replaced(stubs, monkeypatch):
     monkeypatch.setattr(pool, "ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(pool, "NAMED_SECONDS", 0.1)
     monkeypatch.setattr(pool, "SILENT_SECONDS", 4.0)
@@ -146,7 +144,7 @@ def test_a_silent_worker_is_named_and_replaced(stubs: Any, monkeypatch: Any) -> 
     ]
 
 
-def test_what_cannot_be_started_gives_every_task_back(stubs: Any) -> None:
+def test_what_cannot_be_started_gives_every_task_back(stubs):
     workers = stubs(2, ["/nonexistent/python"])
     workers.give(tasks("work", "work"))
     done, _ = replies(workers, 2)
@@ -155,7 +153,7 @@ def test_what_cannot_be_started_gives_every_task_back(stubs: Any) -> None:
     assert replies(workers, 1)[0] == {0: Refused("no worker can be started")}
 
 
-def test_what_no_worker_has_begun_can_be_taken_back(stubs: Any) -> None:
+def test_what_no_worker_has_begun_can_be_taken_back(stubs):
     workers = stubs(1, [sys.executable, "-c", "import time; time.sleep(60)"])
     first, second = given = tasks("work", "work")
     workers.give(given)
@@ -164,7 +162,7 @@ def test_what_no_worker_has_begun_can_be_taken_back(stubs: Any) -> None:
     assert workers.take_back() is None
 
 
-def test_closing_ends_the_processes(stubs: Any) -> None:
+def test_closing_ends_the_processes(stubs):
     workers = stubs(2)
     workers.give(tasks("work", "work"))
     replies(workers, 2)
@@ -175,7 +173,7 @@ def test_closing_ends_the_processes(stubs: Any) -> None:
     assert not [each for each in started if Path(f"/proc/{each}").exists()]
 
 
-def test_closing_wakes_who_waits_for_a_busy_worker(stubs: Any, monkeypatch: Any) -> None:
+def test_closing_wakes_who_waits_for_a_busy_worker(stubs, monkeypatch):
     monkeypatch.setattr(pool, "ALIVE_SECONDS", 600.0)
     workers = stubs()
     workers.give(tasks("stop"))
@@ -201,9 +199,7 @@ def test_closing_wakes_who_waits_for_a_busy_worker(stubs: Any, monkeypatch: Any)
         (8, "many", False, 6),
     ],
 )
-def test_two_cores_are_for_the_process_itself(
-    monkeypatch: Any, cores: int, stated: str, serving: bool, count: int
-) -> None:
+def test_two_cores_are_for_the_process_itself(monkeypatch, cores, stated, serving, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setenv(pool.THREADS, stated)
     assert number_of_workers(serving) == count
@@ -243,7 +239,7 @@ def task_of(split: SplitModel, index: int, **changes: Any) -> Task:
     return replace(Task(0, index, dump_piece(graph, {}), machine, ()), **changes)
 
 
-def test_code_of_a_worker_equals_that_of_this_process(real: Any) -> None:
+def test_code_of_a_worker_equals_that_of_this_process(real):
     workers, split = real
     workers.give([task_of(split, 0)])
     blobs = replies(workers, 1)[0][0].blobs
@@ -260,9 +256,7 @@ def test_code_of_a_worker_equals_that_of_this_process(real: Any) -> None:
 
 
 @pytest.mark.heavy
-def test_libraries_are_built_by_workers_and_the_rest_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_libraries_are_built_by_workers_and_the_rest_here(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setenv(pool.THREADS, "3")
     here, build = list[int](), ahead._library
@@ -281,9 +275,7 @@ def test_libraries_are_built_by_workers_and_the_rest_here(
 
 
 @pytest.mark.heavy
-def test_a_library_that_a_worker_cannot_build_is_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_that_a_worker_cannot_build_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(ahead, "workers_for", lambda request: nullcontext(Failing()))
     config, events = Config(inputs=X, splitting_ops=MIX, cache_dir=tmp_path), Events()
     assert not compile_ahead(Ops(), config, events=events)
@@ -310,7 +302,7 @@ class Failing:
 
 
 @pytest.mark.heavy
-def test_a_worker_refuses_what_only_the_program_has(real: Any) -> None:
+def test_a_worker_refuses_what_only_the_program_has(real):
     workers, split = real
     other = task_of(split, 0).machine
     key = other.key.extended({"settings": "of another process"})
@@ -326,7 +318,7 @@ def test_a_worker_refuses_what_only_the_program_has(real: Any) -> None:
 
 
 @pytest.mark.heavy
-def test_a_worker_has_handlers_and_priority_of_its_own(real: Any) -> None:
+def test_a_worker_has_handlers_and_priority_of_its_own(real):
     workers, split = real
     workers.give([task_of(split, 1)])
     replies(workers, 1)
@@ -344,7 +336,7 @@ def test_a_worker_has_handlers_and_priority_of_its_own(real: Any) -> None:
 
 
 @pytest.mark.heavy
-def test_an_error_of_the_compiler_is_final_and_has_its_traceback(real: Any) -> None:
+def test_an_error_of_the_compiler_is_final_and_has_its_traceback(real):
     workers, split = real
     graph = split.unique[0].piece.module(split.trace.graph)
     data = dump_piece(graph, {"no_such_option": 1})
@@ -356,9 +348,7 @@ def test_an_error_of_the_compiler_is_final_and_has_its_traceback(real: Any) -> N
 
 
 @pytest.mark.heavy
-def test_a_start_with_workers_gives_the_numbers_of_one_without(
-    compiled: Any, monkeypatch: Any
-) -> None:
+def test_a_start_with_workers_gives_the_numbers_of_one_without(compiled, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
     monkeypatch.setenv(pool.THREADS, "3")
     model = Stack(3)
@@ -401,7 +391,7 @@ print(workers.processes[0], flush=True)
 @pytest.mark.heavy
 @pytest.mark.parametrize("moment", ["starting", "ready"])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_worker_ends_with_its_parent(end: str, moment: str) -> None:
+def test_a_worker_ends_with_its_parent(end, moment):
     program = [sys.executable, "-c", PROGRAM + ENDS[end], moment]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)
     process = Path(f"/proc/{ended.stdout.strip()}")

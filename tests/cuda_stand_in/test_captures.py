@@ -21,7 +21,7 @@ from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
 
 from .conftest import EXPANDABLE, MAPPING, on_stand_in
-from .control import EXECUTABLE_NODE, LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn
+from .control import EXECUTABLE_NODE, LAUNCH_FAILURE, OUT_OF_MEMORY
 from .models import batch, eager, prepared
 
 two_devices = pytest.mark.skipif(
@@ -106,9 +106,7 @@ BAD = [synchronizes, reads_on_the_host, raises, stream_error]
         (raises, 3, "ValueError: an error of the model"),
     ],
 )
-def test_a_failed_capture_names_the_op_and_the_line(
-    captures: Captures, bad: Callable[[Tensor], Tensor], after: int, named: str
-) -> None:
+def test_a_failed_capture_names_the_op_and_the_line(captures, bad, after, named):
     line = f"test_captures.py:{bad.__code__.co_firstlineno + after}"
     with pytest.raises(CaptureFailed, match=rf"{named}[\s\S]*{line}"):
         captures.of(bad)
@@ -121,7 +119,7 @@ def swallows_a_read(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_a_capture_that_ends_badly_gives_the_current_stream_back(captures: Captures) -> None:
+def test_a_capture_that_ends_badly_gives_the_current_stream_back(captures):
     before = torch.cuda.current_stream()
     with pytest.raises(CaptureFailed, match="reads a tensor's value on the host"):
         captures.of(swallows_a_read)
@@ -145,7 +143,7 @@ def in_another_thread(work: Callable[[], Any]) -> list[BaseException]:
     return raised
 
 
-def test_a_thread_that_synchronizes_the_device_is_hinted_at(captures: Captures) -> None:
+def test_a_thread_that_synchronizes_the_device_is_hinted_at(captures):
     def step(x: Tensor) -> Tensor:
         y = x * 2
         if capturing():
@@ -157,7 +155,7 @@ def test_a_thread_that_synchronizes_the_device_is_hinted_at(captures: Captures) 
     captures.check(captures.of(good))
 
 
-def test_other_threads_may_allocate_and_multiply_during_a_capture(captures: Captures) -> None:
+def test_other_threads_may_allocate_and_multiply_during_a_capture(captures):
     def multiply() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             other = torch.ones(64, 64, device="cuda:0")
@@ -171,9 +169,7 @@ def test_other_threads_may_allocate_and_multiply_during_a_capture(captures: Capt
     captures.check(captures.of(step))
 
 
-def test_a_session_while_another_thread_captures_in_global_mode_is_an_error_of_ours(
-    captures: Captures,
-) -> None:
+def test_a_session_while_another_thread_captures_in_global_mode_is_an_error_of_ours(captures):
     began, over = threading.Event(), threading.Event()
 
     def capture() -> None:
@@ -197,9 +193,7 @@ def test_a_session_while_another_thread_captures_in_global_mode_is_an_error_of_o
 
 
 @pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
-def test_an_allocator_without_pools_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, allocator: str
-) -> None:
+def test_an_allocator_without_pools_is_refused_by_name(monkeypatch, allocator):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
     monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     named = allocator if allocator != "native" else "PYTORCH_NO_CUDA_MEMORY_CACHING"
@@ -208,7 +202,7 @@ def test_an_allocator_without_pools_is_refused_by_name(
 
 
 @pytest.mark.skipif(TORCH < (2, 14), reason="torch has no hooks of replays before 2.14")
-def test_hooks_of_replays_see_those_of_recordings(captures: Captures) -> None:
+def test_hooks_of_replays_see_those_of_recordings(captures):
     replays: list[Any] = []
     recording = captures.of(good)
     handle = torch.cuda.graphs.register_graph_replay_start_hook(replays.append)
@@ -219,9 +213,7 @@ def test_hooks_of_replays_see_those_of_recordings(captures: Captures) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_failed_capture_costs_one_graph_and_not_the_next(
-    captures: Captures, bad: Callable[[Tensor], Tensor]
-) -> None:
+def test_a_failed_capture_costs_one_graph_and_not_the_next(captures, bad):
     before = captures.of(good)
     with pytest.raises(CaptureFailed):
         captures.of(bad)
@@ -231,9 +223,7 @@ def test_a_failed_capture_costs_one_graph_and_not_the_next(
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_failed_capture_gives_its_memory_back(
-    captures: Captures, stand_in: StandIn, bad: Callable[[Tensor], Tensor]
-) -> None:
+def test_a_failed_capture_gives_its_memory_back(captures, stand_in, bad):
     def large(x: Tensor) -> Tensor:
         y = torch.zeros(32 << 20, dtype=torch.uint8, device=x.device)
         return bad(x) if y.numel() else x
@@ -257,9 +247,7 @@ def test_a_failed_capture_gives_its_memory_back(
 
 
 @pytest.mark.parametrize("skip", [0, 1])
-def test_a_capture_that_cannot_begin_costs_one_graph(
-    captures: Captures, stand_in: StandIn, skip: int
-) -> None:
+def test_a_capture_that_cannot_begin_costs_one_graph(captures, stand_in, skip):
     captures.of(good)
     stand_in.inject("cudaStreamBeginCapture", LAUNCH_FAILURE, skip)
     breaking = pg.break_graph(lambda y: y.add_(0))
@@ -274,7 +262,7 @@ def test_a_capture_that_cannot_begin_costs_one_graph(
     captures.check(captures.of(good))
 
 
-def test_out_of_memory_in_a_capture_costs_one_graph(captures: Captures, stand_in: StandIn) -> None:
+def test_out_of_memory_in_a_capture_costs_one_graph(captures, stand_in):
     def large(x: Tensor) -> Tensor:
         num_bytes = 64 << 20 if capturing() else 8
         return torch.zeros(num_bytes, dtype=torch.uint8, device=x.device)[:8] + x
@@ -287,7 +275,7 @@ def test_out_of_memory_in_a_capture_costs_one_graph(captures: Captures, stand_in
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_capture_executes_nothing(captures: Captures, stand_in: StandIn, breaks: bool) -> None:
+def test_a_capture_executes_nothing(captures, stand_in, breaks):
     """Neither graphs nor splitting ops: the engine may register memory with other devices first."""
     calls: list[bool] = []
 
@@ -303,9 +291,7 @@ def test_a_capture_executes_nothing(captures: Captures, stand_in: StandIn, break
     captures.check(recording)
 
 
-def test_a_result_in_the_memory_of_an_argument_is_found_without_running_the_op(
-    captures: Captures,
-) -> None:
+def test_a_result_in_the_memory_of_an_argument_is_found_without_running_the_op(captures):
     @pg.break_graph
     def halves(y: Tensor) -> tuple[Tensor, int]:
         return y.add_(1)[2:].view(3, 2), 5
@@ -322,7 +308,7 @@ def test_a_result_in_the_memory_of_an_argument_is_found_without_running_the_op(
         assert recording.outputs.cpu().tolist() == [[5 * (2 * value + 1)] * 2] * 3
 
 
-def test_work_of_other_streams_gets_into_no_graph(captures: Captures) -> None:
+def test_work_of_other_streams_gets_into_no_graph(captures):
     """Streams of torch come from a pool of 32; captures run on none of them."""
     streams, counts = (
         [torch.cuda.Stream(priority=-1) for _ in range(40)],
@@ -351,7 +337,7 @@ def test_work_of_other_streams_gets_into_no_graph(captures: Captures) -> None:
     assert counts.tolist() == [1.0] * len(streams)
 
 
-def test_an_op_runs_the_kernel_that_it_runs_outside_of_a_capture(captures: Captures) -> None:
+def test_an_op_runs_the_kernel_that_it_runs_outside_of_a_capture(captures):
     library = torch.library.Library("standin_kernels", "DEF")
     library.define("scale(Tensor factors, int at) -> Tensor")
     library.impl("scale", lambda factors, at: factors[at] + 0, "CPU")
@@ -365,7 +351,7 @@ def test_an_op_runs_the_kernel_that_it_runs_outside_of_a_capture(captures: Captu
     library._destroy()
 
 
-def test_pools_one_after_another_share_one_stream(stand_in: StandIn) -> None:
+def test_pools_one_after_another_share_one_stream(stand_in):
     """A stream is never destroyed: see `test_memory_that_outlives_its_backend_is_unmapped`."""
     made, captures = stand_in.calls("cudaStreamCreate"), Captures()
     for _ in range(3):
@@ -378,7 +364,7 @@ def test_pools_one_after_another_share_one_stream(stand_in: StandIn) -> None:
 
 @two_devices
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_a_model_on_another_device_than_the_current_one(mode: str) -> None:
+def test_a_model_on_another_device_than_the_current_one(mode):
     assert torch.cuda.current_device() == 0
     model = prepared("cuda:1", 64, graph_mode=mode, capture_sizes=(4, 8), max_num_tokens=16)
     model.capture(lambda descriptor, runtime_mode: None)
@@ -395,7 +381,7 @@ def test_a_model_on_another_device_than_the_current_one(mode: str) -> None:
 
 
 @two_devices
-def test_work_that_no_graph_saw_fails_the_capture(captures: Captures) -> None:
+def test_work_that_no_graph_saw_fails_the_capture(captures):
     captures.x = torch.ones(8, device="cuda:1")
     with pytest.raises(CaptureFailed, match="no node"):
         captures.of(good)
@@ -405,9 +391,7 @@ def test_work_that_no_graph_saw_fails_the_capture(captures: Captures) -> None:
     captures.check(captures.of(good))
 
 
-def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
-    captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(captures, monkeypatch):
     def unreadable() -> None:
         raise RuntimeError("the driver does not say")
 
@@ -418,7 +402,7 @@ def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
     captures.check(captures.of(good))
 
 
-def test_graphs_of_one_topology_are_counted(captures: Captures) -> None:
+def test_graphs_of_one_topology_are_counted(captures):
     model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
     model.capture(lambda *_: None)
     row = model.report()["executables"]["PIECEWISE"]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_the_runner_written_by_hand(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_runner_written_by_hand(monkeypatch, capsys):
     monkeypatch.syspath_prepend(EXAMPLES)
     try:
         runpy.run_path(str(EXAMPLES / "plain_runner.py"), run_name="__main__")

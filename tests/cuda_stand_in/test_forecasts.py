@@ -88,9 +88,7 @@ class Served:
         pytest.param(PRESETS["8b"], 4096, id="8b", marks=pytest.mark.slow),
     ],
 )
-def test_forecast_ledger_and_device_agree(
-    large_device: StandIn, config: DecoderConfig, max_num_tokens: int
-) -> None:
+def test_forecast_ledger_and_device_agree(large_device, config, max_num_tokens):
     served = Served(config, max_num_tokens)
     prepared, padding = served.prepared, served.buffers.padding
     warm_up()

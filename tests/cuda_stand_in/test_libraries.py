@@ -64,18 +64,14 @@ def captured(config: pg.Config) -> list[int]:
 
 
 @pytest.mark.slow
-def test_libraries_are_called_in_captures(
-    config: pg.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_are_called_in_captures(config, monkeypatch):
     monkeypatch.setattr(aoti, "numeric_difference", lambda *_: None)  # kernels do not compute
     assert pg.compile_ahead(Layers().to("cuda"), config)
     assert captured(config) == [12, 12]
 
 
 @pytest.mark.slow
-def test_a_bundle_of_a_device_is_loaded_without_compiling(
-    config: pg.Config, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_of_a_device_is_loaded_without_compiling(config, capfd):
     assert captured(config) == [12, 12]
     capfd.readouterr()
     forced = config.changed(bundle="force")

@@ -18,7 +18,7 @@ from piecegraph.runtime.core.records import CaptureRecord
 
 from . import values
 from .conftest import EXPANDABLE, MAPPING
-from .control import EXECUTABLE_NODE, StandIn
+from .control import EXECUTABLE_NODE
 from .models import batch, eager, prepared, warm_up
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def nothing(*_: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_values")
-def test_a_forecast_leaves_nothing_allocated(model: pg.PreparedModel, stand_in: StandIn) -> None:
+def test_a_forecast_leaves_nothing_allocated(model, stand_in):
     used, streams = stand_in.used(), stand_in.calls("cudaStreamCreate")
     model.parts.strategies.memory_plan(0.9, nothing)
     assert stand_in.used() - used <= 2 * MIB
@@ -48,9 +48,7 @@ def test_a_forecast_leaves_nothing_allocated(model: pg.PreparedModel, stand_in: 
 
 
 @pytest.mark.usefixtures("without_values")
-def test_a_plan_counts_the_memory_of_graphs_once(
-    model: pg.PreparedModel, stand_in: StandIn
-) -> None:
+def test_a_plan_counts_the_memory_of_graphs_once(model, stand_in):
     used = stand_in.used()
     plan = model.parts.strategies.memory_plan(0.9, nothing)
     total = torch.cuda.mem_get_info()[1]
@@ -62,7 +60,7 @@ def test_a_plan_counts_the_memory_of_graphs_once(
 
 
 @pytest.mark.usefixtures("without_values")
-def test_the_forecast_is_what_the_device_reads(model: pg.PreparedModel, stand_in: StandIn) -> None:
+def test_the_forecast_is_what_the_device_reads(model, stand_in):
     plan = model.parts.strategies.memory_plan(0.9, nothing)
     before = stand_in.used()
     model.capture(nothing)
@@ -72,9 +70,7 @@ def test_the_forecast_is_what_the_device_reads(model: pg.PreparedModel, stand_in
 
 
 @pytest.mark.parametrize("how", ["release", "close"])
-def test_graphs_that_are_released_give_their_memory_back(
-    model: pg.PreparedModel, stand_in: StandIn, how: str
-) -> None:
+def test_graphs_that_are_released_give_their_memory_back(model, stand_in, how):
     model.capture(nothing)
     x = torch.randn(100, 512, device="cuda")
     torch.testing.assert_close(model(x, batch=batch(100), metadata=None), eager(x))
@@ -88,9 +84,7 @@ def test_graphs_that_are_released_give_their_memory_back(
         torch.testing.assert_close(model(x, batch=batch(100), metadata=None), eager(x))
 
 
-def test_graphs_keep_the_workspace_of_their_multiplications(
-    model: pg.PreparedModel, stand_in: StandIn
-) -> None:
+def test_graphs_keep_the_workspace_of_their_multiplications(model, stand_in):
     model.capture(nothing)
     model.backend.trim()
     others = [torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
@@ -103,7 +97,7 @@ def test_graphs_keep_the_workspace_of_their_multiplications(
 
 
 @pytest.mark.usefixtures("without_values")
-def test_what_the_driver_takes_for_executables_counts(stand_in: StandIn) -> None:
+def test_what_the_driver_takes_for_executables_counts(stand_in):
     sizes = range(8, 136, 8)
     model = prepared(hidden=8, graph_mode="PIECEWISE", capture_sizes=sizes, max_num_tokens=128)
     plan, before = model.parts.strategies.memory_plan(0.9, nothing), stand_in.used()
@@ -130,9 +124,7 @@ def test_what_the_driver_takes_for_executables_counts(stand_in: StandIn) -> None
 
 
 @pytest.mark.usefixtures("without_values")
-def test_a_plan_leaves_room_for_the_largest_step_and_the_runs_before_captures(
-    stand_in: StandIn,
-) -> None:
+def test_a_plan_leaves_room_for_the_largest_step_and_the_runs_before_captures(stand_in):
     model = prepared(graph_mode="PIECEWISE", capture_sizes=(8, 2048))
     x = torch.empty(4096, 512, device="cuda")
     stand_in.limit_memory(stand_in.used() + 512 * MIB)
@@ -149,9 +141,7 @@ def test_a_plan_leaves_room_for_the_largest_step_and_the_runs_before_captures(
 
 
 @pytest.mark.usefixtures("without_values")
-def test_a_plan_does_not_count_what_a_cold_start_left(
-    model: pg.PreparedModel, stand_in: StandIn
-) -> None:
+def test_a_plan_does_not_count_what_a_cold_start_left(model, stand_in):
     warm = model.parts.strategies.memory_plan(0.9, nothing)
     left = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
     left.append(left)  # type: ignore[arg-type]
@@ -160,9 +150,7 @@ def test_a_plan_does_not_count_what_a_cold_start_left(
 
 
 @pytest.mark.usefixtures("without_values")
-def test_a_capture_that_runs_out_of_memory_takes_no_smaller_one_with_it(
-    stand_in: StandIn,
-) -> None:
+def test_a_capture_that_runs_out_of_memory_takes_no_smaller_one_with_it(stand_in):
     model = prepared(graph_mode="PIECEWISE", capture_sizes=(8, 64, 4096))
     gc.collect()
     model.backend.trim()
@@ -177,7 +165,7 @@ def captured_sizes(model: pg.PreparedModel) -> list[tuple[int, int]]:
     return [(index, entries[index].descriptor.num_tokens) for index, _ in model.recordings()]
 
 
-def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy() -> None:
+def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy():
     """Steps behind it wait for it: the budget of captures while serving counts it."""
     library = torch.library.Library("standin_busy", "DEF")
     library.define("busy(Tensor x) -> ()")
@@ -209,7 +197,7 @@ def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy() -> None:
     library._destroy()
 
 
-def test_memory_that_outlives_its_backend_is_unmapped() -> None:
+def test_memory_that_outlives_its_backend_is_unmapped():
     """torch waits for the stream of a segment before it unmaps it."""
     set_allocator = torch._C._accelerator_setAllocatorSettings
     set_allocator("expandable_segments:True")
@@ -232,9 +220,7 @@ def test_memory_that_outlives_its_backend_is_unmapped() -> None:
 
 
 @pytest.mark.usefixtures("without_values")
-def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
-    model: pg.PreparedModel, stand_in: StandIn
-) -> None:
+def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(model, stand_in):
     before = model.backend.memory()
     plan = model.parts.strategies.memory_plan(0.9, nothing)
     others = list[int]()
@@ -257,7 +243,7 @@ def test_the_memory_of_other_processes_is_not_counted_as_that_of_graphs(
         stand_in.other_process(-sum(others))
 
 
-def test_a_device_above_its_limit_has_no_free_memory(stand_in: StandIn) -> None:
+def test_a_device_above_its_limit_has_no_free_memory(stand_in):
     x = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
     stand_in.limit_memory(x.nbytes // 2)
     assert torch.cuda.mem_get_info() == (0, x.nbytes // 2)

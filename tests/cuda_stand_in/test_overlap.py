@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
 
-from .control import StandIn
 from .models import batch, eager
 from .test_scenes import captured
 
@@ -32,9 +30,7 @@ def on_stream(event: torch.cuda.Event, other: torch.cuda.Stream) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("wait", [on_host, on_stream])
-def test_another_stream_rewrites_inputs_after_the_event(
-    stand_in: StandIn, mode: str, seed: int, wait: Callable[..., None]
-) -> None:
+def test_another_stream_rewrites_inputs_after_the_event(stand_in, mode, seed, wait):
     stand_in.seed(seed)
     model, other = captured("cuda:0", mode), torch.cuda.Stream()
     x = torch.randn(4, 64, device="cuda:0")
@@ -49,7 +45,7 @@ def test_another_stream_rewrites_inputs_after_the_event(
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
-def test_without_the_event_some_order_is_wrong(stand_in: StandIn, mode: str) -> None:
+def test_without_the_event_some_order_is_wrong(stand_in, mode):
     """Inputs by another stream, and pinned memory that the host rewrites: both need it."""
     wrong = {"stream": 0, "pinned": 0}
     for seed in range(8):
@@ -75,7 +71,7 @@ ENGINES = [("full-decode-only", {}), ("piecewise", {"lora": 2, "strategy": "lazy
 
 
 @pytest.mark.parametrize(("mode", "more"), ENGINES)
-def test_the_reference_engine_overlaps(stand_in: StandIn, mode: str, more: dict[str, Any]) -> None:
+def test_the_reference_engine_overlaps(stand_in, mode, more):
     def served(seed: int, device: str, **options: Any) -> list[list[int]]:
         stand_in.seed(seed)
         given = read_run_options(

@@ -30,9 +30,7 @@ def run_ranks(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_a_rank_that_cannot_capture_leaves_no_other_rank_in_a_collective(
-    tmp_path: Path, mode: str
-) -> None:
+def test_a_rank_that_cannot_capture_leaves_no_other_rank_in_a_collective(tmp_path, mode):
     """Nor does a collective run in a capture: its memory is registered afterwards."""
     for told in run_ranks(tmp_path, mode):
         assert told["errors"] == []
@@ -44,9 +42,7 @@ def test_a_rank_that_cannot_capture_leaves_no_other_rank_in_a_collective(
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_a_rank_that_cannot_probe_leaves_no_other_rank_in_a_collective(
-    tmp_path: Path, mode: str
-) -> None:
+def test_a_rank_that_cannot_probe_leaves_no_other_rank_in_a_collective(tmp_path, mode):
     """A memory limit makes probes. They run collectives, so that all ranks probe the same sizes."""
     for told in run_ranks(tmp_path, mode, str(1 << 30)):
         assert told["errors"] == []

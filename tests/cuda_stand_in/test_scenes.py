@@ -12,7 +12,7 @@ import torch
 import piecegraph as pg
 from piecegraph.errors import HostValueChanged
 
-from .control import LAUNCH_FAILURE, StandIn
+from .control import LAUNCH_FAILURE
 from .models import batch, eager, prepared
 from .test_captures import two_devices
 
@@ -45,7 +45,7 @@ def model() -> Iterator[pg.PreparedModel]:
 
 @two_devices
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_models_of_two_devices_take_turns(mode: str) -> None:
+def test_models_of_two_devices_take_turns(mode):
     models = {device: captured(device, mode) for device in ("cuda:0", "cuda:1")}
     for current in (0, 1):
         with torch.cuda.device(current):
@@ -57,7 +57,7 @@ def test_models_of_two_devices_take_turns(mode: str) -> None:
     models["cuda:1"].close()
 
 
-def test_captures_and_steps_on_streams_of_the_engine() -> None:
+def test_captures_and_steps_on_streams_of_the_engine():
     outer, inner = torch.cuda.Stream(), torch.cuda.Stream()
     model = prepared("cuda:0", **SETTINGS, graph_mode="PIECEWISE")
     torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def test_captures_and_steps_on_streams_of_the_engine() -> None:
     model.close()
 
 
-def test_emptied_caches_and_reused_inputs_between_steps(model: pg.PreparedModel) -> None:
+def test_emptied_caches_and_reused_inputs_between_steps(model):
     host = torch.empty(16, 64).pin_memory()
     for value in range(4):
         host.fill_(value)
@@ -88,7 +88,7 @@ def test_emptied_caches_and_reused_inputs_between_steps(model: pg.PreparedModel)
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_closing_waits_for_steps(stand_in: StandIn) -> None:
+def test_closing_waits_for_steps(stand_in):
     for seed in range(4):
         stand_in.seed(seed)
         model = captured()
@@ -101,7 +101,7 @@ def test_closing_waits_for_steps(stand_in: StandIn) -> None:
         torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
 
 
-def test_graphs_of_the_engine_beside_ours() -> None:
+def test_graphs_of_the_engine_beside_ours():
     x = torch.randn(4, 64, device="cuda:0")
     own = torch.cuda.CUDAGraph()
     with torch.cuda.graph(own):
@@ -124,9 +124,7 @@ def test_graphs_of_the_engine_beside_ours() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_graphs_of_the_engine_captured_before_ours_keep_their_workspaces(
-    stand_in: StandIn, seed: int
-) -> None:
+def test_graphs_of_the_engine_captured_before_ours_keep_their_workspaces(stand_in, seed):
     """vLLM's order: warm-up and its own graphs on one stream, then our plan and our captures."""
     stand_in.seed(seed)
     model, stream = prepared("cuda:0", **SETTINGS, graph_mode="FULL"), torch.cuda.Stream()
@@ -160,9 +158,7 @@ def test_graphs_of_the_engine_captured_before_ours_keep_their_workspaces(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_steps_of_streams_that_do_not_wait_for_each_other(
-    stand_in: StandIn, mode: str, seed: int
-) -> None:
+def test_steps_of_streams_that_do_not_wait_for_each_other(stand_in, mode, seed):
     """They share static inputs: the later one waits."""
     stand_in.seed(seed)
     model, streams = captured("cuda:0", mode), [torch.cuda.Stream() for _ in range(2)]
@@ -179,7 +175,7 @@ def test_steps_of_streams_that_do_not_wait_for_each_other(
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
-def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode: str) -> None:
+def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode):
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -210,7 +206,7 @@ def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode: str)
     model.close()
 
 
-def test_steps_on_one_stream_record_no_event(model: pg.PreparedModel, stand_in: StandIn) -> None:
+def test_steps_on_one_stream_record_no_event(model, stand_in):
     check(model, 8)
     x = torch.randn(8, 64, device="cuda:0")
     before = [stand_in.calls(call) for call in ("cudaEventRecord", "cudaStreamWaitEvent")]
@@ -219,7 +215,7 @@ def test_steps_on_one_stream_record_no_event(model: pg.PreparedModel, stand_in: 
     assert before == [stand_in.calls(call) for call in ("cudaEventRecord", "cudaStreamWaitEvent")]
 
 
-def test_an_engine_captures_a_step(model: pg.PreparedModel) -> None:
+def test_an_engine_captures_a_step(model):
     x = torch.randn(16, 64, device="cuda:0")
     model(x, batch=batch(16), metadata=None)
     torch.cuda.synchronize()
@@ -239,9 +235,7 @@ def test_an_engine_captures_a_step(model: pg.PreparedModel) -> None:
         torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_fault_in_one_step_is_an_error_and_the_next_is_right(
-    model: pg.PreparedModel, stand_in: StandIn
-) -> None:
+def test_a_fault_in_one_step_is_an_error_and_the_next_is_right(model, stand_in):
     check(model, 8)
     stand_in.inject("cudaGraphLaunch", LAUNCH_FAILURE)
     with pytest.raises(RuntimeError):

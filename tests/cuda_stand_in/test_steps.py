@@ -21,7 +21,7 @@ def waits(stand_in: StandIn) -> int:
     return sum(map(stand_in.calls, WAITS))
 
 
-def test_a_step_does_not_wait(stand_in: StandIn) -> None:
+def test_a_step_does_not_wait(stand_in):
     model = prepared("cuda:0", 64, graph_mode="PIECEWISE", capture_sizes=(8,), max_num_tokens=16)
     model.capture(lambda descriptor, mode: None)
     inputs = [torch.randn(num_tokens, 64, device="cuda:0") for num_tokens in (5, 16)]
@@ -37,7 +37,7 @@ def test_a_step_does_not_wait(stand_in: StandIn) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_metadata_is_uploaded_without_waiting(stand_in: StandIn, seed: int) -> None:
+def test_metadata_is_uploaded_without_waiting(stand_in, seed):
     stand_in.seed(seed)
     blocks = BlockManager(16, 4)
     assert blocks.grow(0, 8)

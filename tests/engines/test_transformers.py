@@ -73,7 +73,7 @@ def tokens(model: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(family: str) -> None:
+def test_tokens_are_those_of_transformers(family):
     expected = tokens(model_of(family))
     model = model_of(family)
     config = Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
     assert sum(row["count"] for row in prepared.usage.rows()) > 8
 
 
-def test_a_prepared_model_that_no_step_uses_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_prepared_model_that_no_step_uses_is_named(caplog):
     """The forward of OPT calls the decoder inside its base model."""
     sizes = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4}
     config = transformers.OPTConfig(
@@ -97,7 +97,7 @@ def test_a_prepared_model_that_no_step_uses_is_named(caplog: pytest.LogCaptureFi
     assert caplog.text.count("10 steps went around the prepared model: OPTForCausalLM") == 1
 
 
-def test_a_warm_start_traces_and_compiles_nothing(tmp_path: Path) -> None:
+def test_a_warm_start_traces_and_compiles_nothing(tmp_path):
     expected = tokens(model_of("qwen3"))
     for warm in (False, True):
         model, events = model_of("qwen3"), Events()
@@ -110,7 +110,7 @@ def test_a_warm_start_traces_and_compiles_nothing(tmp_path: Path) -> None:
         assert not [name for name in events.counters if name.startswith("after_seal")]
 
 
-def test_graphs_between_attention() -> None:
+def test_graphs_between_attention():
     expected = tokens(model_of("qwen3"))
     model = model_of("qwen3")
     graphs = Config(
@@ -125,7 +125,7 @@ def test_graphs_between_attention() -> None:
     assert {row["mode"] for row in prepared.usage.rows()} == {"PIECEWISE"}
 
 
-def test_other_calls_run_the_model_itself() -> None:
+def test_other_calls_run_the_model_itself():
     model, ids = model_of("llama"), torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         expected = model(ids).logits
@@ -136,7 +136,7 @@ def test_other_calls_run_the_model_itself() -> None:
     assert generated.shape == (1, 7)
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
     environment = {**os.environ, "PIECEGRAPH_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

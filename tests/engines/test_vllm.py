@@ -135,7 +135,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_vllm(engines: Engines, case: str) -> None:
+def test_results_are_those_of_vllm(engines, case):
     if case == "qwen3, drafts":  # vLLM starts once in a process that has imported numba
         engines(case)
     alone, prepared = engines(case, f"{case}, prepared")
@@ -149,7 +149,7 @@ def test_results_are_those_of_vllm(engines: Engines, case: str) -> None:
     assert prepared["served_metrics"].count("piecegraph_serving_uncompiled{") == workers
 
 
-def test_a_warm_start_traces_and_compiles_nothing(engines: Engines) -> None:
+def test_a_warm_start_traces_and_compiles_nothing(engines):
     alone, cold, warm = engines("qwen3", "cold", "warm")
     for start, compiles in ((cold, True), (warm, False)):
         report = start["report"]
@@ -161,14 +161,14 @@ def test_a_warm_start_traces_and_compiles_nothing(engines: Engines) -> None:
     assert "prepare: " in engines.log
 
 
-def test_the_kv_cache_is_as_large_after_a_cold_start(engines: Engines) -> None:
+def test_the_kv_cache_is_as_large_after_a_cold_start(engines):
     """Each in a process of its own: compiling leaves memory in it."""
     (cold,), (warm,) = engines("capacity, cold"), engines("capacity, warm")
     assert [start["report"]["cache"]["hit"] for start in (cold, warm)] == [False, True]
     assert cold["blocks"] == pytest.approx(warm["blocks"], rel=1e-3)
 
 
-def test_a_start_after_one_that_was_killed(engines: Engines) -> None:
+def test_a_start_after_one_that_was_killed(engines):
     """It compiles what the first one had not stored."""
     (alone,) = engines("qwen3")
     cache = engines.folder / "killed"
@@ -185,7 +185,7 @@ def test_a_start_after_one_that_was_killed(engines: Engines) -> None:
     assert 0 < second["report"]["counters"]["inductor_compiles"] < 3
 
 
-def test_without_any_graph_steps_run_without(engines: Engines) -> None:
+def test_without_any_graph_steps_run_without(engines):
     """oneDNN reads the address of its weights on the host, which the replay backend refuses."""
     alone, graphs = engines("qwen3", "graphs")
     assert graphs["made"] == alone["made"]
@@ -193,7 +193,7 @@ def test_without_any_graph_steps_run_without(engines: Engines) -> None:
     assert "vLLM serves without graphs: all 4 captures failed" in engines.log
 
 
-def test_steps_are_proved_while_vllm_serves(engines: Engines) -> None:
+def test_steps_are_proved_while_vllm_serves(engines):
     """The KV caches are known as state, so that a step can run a second time."""
     alone, proved = engines("qwen3", "proved")
     assert proved["made"] == alone["made"]
@@ -209,9 +209,7 @@ def test_steps_are_proved_while_vllm_serves(engines: Engines) -> None:
         ("qwen3, adapters", "qwen3, adapters, prepared", "the adapters of a batch"),
     ],
 )
-def test_a_model_that_is_refused_runs_as_in_vllm(
-    engines: Engines, alone: str, name: str, words: str
-) -> None:
+def test_a_model_that_is_refused_runs_as_in_vllm(engines, alone, name, words):
     expected, refused = engines(alone, name)
     assert refused["made"] == expected["made"]
     reason = refused["report"]["refusal"]
@@ -219,27 +217,27 @@ def test_a_model_that_is_refused_runs_as_in_vllm(
     assert engines.log.count(WARNING + reason.splitlines()[0]) == 1
 
 
-def test_a_model_that_is_not_compiled(engines: Engines) -> None:
+def test_a_model_that_is_not_compiled(engines):
     alone, prepared = engines("qwen3", "not compiled")
     assert prepared["made"] == alone["made"]
     assert prepared["refusals"] == [None]
     assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
 
 
-def test_a_first_step_that_fails_falls_back(engines: Engines) -> None:
+def test_a_first_step_that_fails_falls_back(engines):
     alone, failed = engines("qwen3", "first step fails")
     assert failed["made"] == alone["made"]
     assert failed["refusals"] == ["RuntimeError: the first step fails"]
     assert engines.log.count(WARNING + "RuntimeError: the first step fails") == 1
 
 
-def test_an_engine_that_goes_around_the_prepared_model_is_named(engines: Engines) -> None:
+def test_an_engine_that_goes_around_the_prepared_model_is_named(engines):
     alone, unused = engines("qwen3", "goes around")
     assert unused["made"] == alone["made"]
     assert engines.log.count("10 steps went around the prepared model: Qwen3ForCausalLM") == 1
 
 
-def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines: Engines) -> None:
+def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines):
     """vLLM compiles a function of its own for the first request with logprobs."""
     alone, prepared = engines("kinds, alone", "kinds")
     assert len(prepared["made"]) == 10
@@ -248,7 +246,7 @@ def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines: Engines
     assert not [name for name in counters if name.startswith("after_seal.")]
 
 
-def test_force_lets_nothing_compile(engines: Engines) -> None:
+def test_force_lets_nothing_compile(engines):
     settings = {"bundle": "force", "cache_dir": str(engines.folder / "empty")}
     engines.jobs["forced"] = {"family": "qwen3", "settings": settings}
     done = subprocess.run(engines.command(["forced"]), capture_output=True, text=True)
@@ -257,12 +255,12 @@ def test_force_lets_nothing_compile(engines: Engines) -> None:
     assert WARNING not in done.stdout + done.stderr
 
 
-def test_adapters_matter(engines: Engines) -> None:
+def test_adapters_matter(engines):
     plain, adapted = engines("qwen3", "qwen3, adapters")
     assert plain["made"] != adapted["made"]
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "vllm_offline.py"
     environment = {**os.environ, "PIECEGRAPH_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -271,9 +269,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "the same tokens; warm start: False" in done.stdout, done.stderr[-3000:]
 
 
-def test_captures_on_a_device_run_in_the_context_of_vllms_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_captures_on_a_device_run_in_the_context_of_vllms_own(monkeypatch):
     """Outside of it, custom all-reduce copies each input to registered memory first."""
     import torch
 

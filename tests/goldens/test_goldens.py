@@ -61,13 +61,13 @@ def texts() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_differs_from_what_was_recorded(texts: dict[str, str], name: str) -> None:
+def test_nothing_differs_from_what_was_recorded(texts, name):
     if name != "decisions.json":
         needs_torch(name)
     expect_equal(name, (HERE / name).read_text(), texts[name])
 
 
-def test_some_cases_of_conditions_come_out_as_recorded() -> None:
+def test_some_cases_of_conditions_come_out_as_recorded():
     needs_torch("conditions.txt")
     text = recorded_now("sample")["sample"]
     names = {line.partition(":")[0] for line in text.splitlines()}
@@ -79,7 +79,7 @@ def test_some_cases_of_conditions_come_out_as_recorded() -> None:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
-def test_all_cases_of_conditions_come_out_as_recorded() -> None:
+def test_all_cases_of_conditions_come_out_as_recorded():
     needs_torch("conditions.txt")
     golden = (HERE / "conditions.txt").read_text()
     expect_equal("conditions.txt", golden, recorded_now("conditions.txt")["conditions.txt"])

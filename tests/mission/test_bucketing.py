@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from piecegraph.dispatch import BucketLimits, Phase, find_holes, plan_buckets
 from piecegraph.tools.cli.app import main
 
-from .conftest import Run
-
 LIMITS = BucketLimits(block_size=16, max_num_tokens=64, max_model_len=128, max_num_reqs=4)
 
 
 @pytest.mark.parametrize("strategy", ["exponential", "linear", "padding-aware"])
-def test_a_strategy_serves_the_reference_engine(run: Run, strategy: str) -> None:
+def test_a_strategy_serves_the_reference_engine(run, strategy):
     """Gaudi: `VLLM_EXPONENTIAL_BUCKETING`, linear ramp-up, padding limits."""
     assert run("--buckets", strategy, "--max-num-tokens", "64")["buckets"] is not None
 
 
-def test_a_file_names_the_buckets(run: Run, tmp_path: Path) -> None:
+def test_a_file_names_the_buckets(run, tmp_path):
     """Gaudi: `VLLM_BUCKETING_FROM_FILE`."""
     file = tmp_path / "buckets.txt"
     file.write_text("([1, 2, 4], 1, range(1, 9))\n([1, 2], [16, 32, 64], [0, 1, 2])\n")
@@ -28,14 +24,14 @@ def test_a_file_names_the_buckets(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_every_batch_has_a_bucket_or_the_hole_is_known(phase: Phase) -> None:
+def test_every_batch_has_a_bucket_or_the_hole_is_known(phase):
     """piecegraph: the proof of coverage."""
     buckets = plan_buckets(phase, LIMITS, "exponential", {})
     assert buckets
     assert find_holes(phase, LIMITS, buckets) is not None
 
 
-def test_a_plan_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_shown(capsys):
     """Gaudi: the list of buckets in the log."""
     assert main(["sizes", "buckets", "--buckets", "linear", "--requests", "8"]) == 0
     assert "bucket" in capsys.readouterr().out

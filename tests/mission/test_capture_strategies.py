@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import Make, mode_of
+from .conftest import mode_of
 
 
-def test_all_at_startup(prepare: Make) -> None:
+def test_all_at_startup(prepare):
     """vLLM: `capture_model`."""
     prepared = prepare(strategy="eager")
     prepared.capture(None)
@@ -15,7 +15,7 @@ def test_all_at_startup(prepare: Make) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["delayed", "lazy"])
-def test_between_steps_as_they_are_wanted(prepare: Make, strategy: str) -> None:
+def test_between_steps_as_they_are_wanted(prepare, strategy):
     """Delayed capture: a few graphs a step. Lazy: on first use."""
     prepared = prepare(strategy=strategy)
     prepared.capture(None)
@@ -25,7 +25,7 @@ def test_between_steps_as_they_are_wanted(prepare: Make, strategy: str) -> None:
     assert used == "FULL 4"
 
 
-def test_while_the_engine_is_idle(prepare: Make) -> None:
+def test_while_the_engine_is_idle(prepare):
     """piecegraph: `capture_idle`."""
     prepared = prepare(strategy="delayed")
     prepared.capture(None)
@@ -34,7 +34,7 @@ def test_while_the_engine_is_idle(prepare: Make) -> None:
     assert mode_of(prepared, 3, True) == "FULL 4"
 
 
-def test_within_a_memory_limit(prepare: Make) -> None:
+def test_within_a_memory_limit(prepare):
     """Gaudi: a budget of memory for graphs."""
     prepared = prepare(steps={"memory_limit": 1})
     prepared.capture(None)

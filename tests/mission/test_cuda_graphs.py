@@ -13,7 +13,7 @@ import torch
 import piecegraph as pg
 from piecegraph.errors import MovedTensor
 
-from .conftest import HIDDEN, Make, Model, Run, mode_of
+from .conftest import HIDDEN, Model, mode_of
 
 MODES = {
     "NONE": ("NONE 3", "NONE 3"),
@@ -24,7 +24,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_says_what_decodes_and_what_mixed_batches_use(prepare: Make, mode: str) -> None:
+def test_a_mode_says_what_decodes_and_what_mixed_batches_use(prepare, mode):
     """vLLM: `cudagraph_mode`."""
     prepared = prepare(graph_mode=mode)
     if mode != "NONE":
@@ -32,28 +32,28 @@ def test_a_mode_says_what_decodes_and_what_mixed_batches_use(prepare: Make, mode
     assert (mode_of(prepared, 3, True), mode_of(prepared, 3, False)) == MODES[mode]
 
 
-def test_full_graphs_of_mixed_batches_where_attention_allows(prepare: Make) -> None:
+def test_full_graphs_of_mixed_batches_where_attention_allows(prepare):
     """vLLM: `AttentionCGSupport.ALWAYS`."""
     prepared = prepare(graph_mode="FULL", attention={"support": "ALWAYS"})
     prepared.capture(None)
     assert mode_of(prepared, 3, False) == "FULL 4"
 
 
-def test_a_model_that_is_not_traced_breaks_its_graphs(prepare: Make) -> None:
+def test_a_model_that_is_not_traced_breaks_its_graphs(prepare):
     """breakable-cuda-graphs, SGLang: graphs without a compiler."""
     prepared = prepare(compile=False, graph_mode="PIECEWISE")
     prepared.capture(None)
     assert mode_of(prepared, 3, False) == "PIECEWISE 4"
 
 
-def test_lora_cases_have_graphs_of_their_own(prepare: Make) -> None:
+def test_lora_cases_have_graphs_of_their_own(prepare):
     """vLLM: `cudagraph_specialize_lora`."""
     prepared = prepare(variants={"max_loras": 2, "lora_graphs": "by_count"})
     entries = prepared.dispatcher.plan.entries
     assert {entry.descriptor.lora_case for entry in entries} >= {0, 2}
 
 
-def test_speculative_decodes_of_several_tokens_are_uniform(prepare: Make) -> None:
+def test_speculative_decodes_of_several_tokens_are_uniform(prepare):
     """vLLM: `uniform_decode_query_len`."""
     prepared = prepare(attention={"support": "UNIFORM_BATCH"}, variants={"query_lens": 2})
     prepared.capture(None)
@@ -61,14 +61,14 @@ def test_speculative_decodes_of_several_tokens_are_uniform(prepare: Make) -> Non
     assert prepared.dispatch(batch).mode.name == "FULL"
 
 
-def test_a_decision_says_why(prepare: Make) -> None:
+def test_a_decision_says_why(prepare):
     """piecegraph: each dispatch has a reason."""
     prepared = prepare()
     prepared.capture(None)
     assert prepared.dispatch(pg.Batch(16, 1)).reason is not None
 
 
-def test_a_weight_that_moved_is_an_error_by_name(prepare: Make) -> None:
+def test_a_weight_that_moved_is_an_error_by_name(prepare):
     """vLLM: `CUDAGraphWrapper` checks input addresses in debug mode; here all, always."""
     prepared: Any = prepare()
     prepared.capture(None)
@@ -78,7 +78,7 @@ def test_a_weight_that_moved_is_an_error_by_name(prepare: Make) -> None:
         prepared(torch.rand(3, HIDDEN), batch=pg.Batch(3, 3, is_decode=True, query_len=1))
 
 
-def test_graphs_are_released_and_captured_again(prepare: Make) -> None:
+def test_graphs_are_released_and_captured_again(prepare):
     """vLLM: sleep mode."""
     prepared = prepare()
     prepared.capture(None)
@@ -88,6 +88,6 @@ def test_graphs_are_released_and_captured_again(prepare: Make) -> None:
     assert mode_of(prepared, 3, True) == "FULL 4"
 
 
-def test_the_reference_engine_uses_both_modes(run: Run) -> None:
+def test_the_reference_engine_uses_both_modes(run):
     """vLLM: `FULL_AND_PIECEWISE` is the default."""
     assert {row["mode"] for row in run()["dispatch"]} >= {"FULL"}

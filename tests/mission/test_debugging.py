@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import piecegraph as pg
 from piecegraph.tools.cli.app import main
 
-from .conftest import HIDDEN, Make, Model
+from .conftest import HIDDEN, Model
 
 CONFIG: dict[str, Any] = {
     "splitting_ops": ("mission::attention",),
@@ -22,7 +21,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def test_a_miss_is_explained(tmp_path: Path) -> None:
+def test_a_miss_is_explained(tmp_path):
     """piecegraph: what differs from the nearest bundle."""
     config = pg.Config(**CONFIG, cache_dir=tmp_path)
     forecast = pg.explain_miss(Model(), config)
@@ -30,7 +29,7 @@ def test_a_miss_is_explained(tmp_path: Path) -> None:
     assert "absent" in str(forecast)
 
 
-def test_a_bug_report_has_steps_graphs_and_trace(tmp_path: Path) -> None:
+def test_a_bug_report_has_steps_graphs_and_trace(tmp_path):
     """vLLM: `debug_dump_path`; torch: structured traces for tlparse."""
     folder = tmp_path / "bug"
     few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
@@ -38,7 +37,7 @@ def test_a_bug_report_has_steps_graphs_and_trace(tmp_path: Path) -> None:
     assert {each.name for each in folder.iterdir()} >= {"graphs", "log.txt", "steps.pt"}
 
 
-def test_a_right_run_bisects_to_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_a_right_run_bisects_to_nothing(tmp_path, capsys):
     """Bisection over stages: each mode and strategy against the model."""
     steps = tmp_path / "steps.pt"
     few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
@@ -46,7 +45,7 @@ def test_a_right_run_bisects_to_nothing(tmp_path: Path, capsys: Any) -> None:
     assert main(["bisect", "--replay", str(steps), "--backend", "eager"]) == 0
 
 
-def test_what_a_step_checks_is_a_list(prepare: Make) -> None:
+def test_what_a_step_checks_is_a_list(prepare):
     """piecegraph: `prepared.checks()`."""
     prepared = prepare()
     prepared.capture(None)
@@ -54,7 +53,7 @@ def test_what_a_step_checks_is_a_list(prepare: Make) -> None:
     assert {check["owner"] for check in prepared.checks(decision)} >= {"core", "checks"}
 
 
-def test_settings_are_checked_when_they_are_made() -> None:
+def test_settings_are_checked_when_they_are_made():
     """A wrong name is an error that says the nearest one."""
     with pytest.raises(pg.PiecegraphError, match="max_num_tokens"):
         pg.Config(max_num_token=3)

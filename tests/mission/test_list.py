@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def test_the_list_and_the_tests_are_the_same() -> None:
+def test_the_list_and_the_tests_are_the_same():
     page = (HERE.parents[1] / "docs" / "architecture.md").read_text()
     section = page.split("## What this library must be able to do")[1].split("\n## ")[0]
     listed = sorted(re.findall(r"^\| `(test_\w+)` \|", section, re.M))

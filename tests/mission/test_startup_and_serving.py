@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from .conftest import Run
 
-
-def test_a_start_names_its_phases(run: Run) -> None:
+def test_a_start_names_its_phases(run):
     """vLLM: "torch.compile took …", "Graph capturing finished in …"."""
     startup = run()["startup"]
     names = {phase["name"] for phase in startup["phases"]}
@@ -14,19 +12,19 @@ def test_a_start_names_its_phases(run: Run) -> None:
     assert startup["first_token_seconds"] > 0
 
 
-def test_a_run_has_serving_figures(run: Run) -> None:
+def test_a_run_has_serving_figures(run):
     """vLLM: `benchmark_serving`: throughput, time to first token, inter-token latency."""
     report = run()
     assert report["serving"]["generated_tokens_per_second"] > 0
     assert report["latency"].keys() >= {"time_to_first_token", "inter_token", "step"}
 
 
-def test_each_graph_has_its_time_and_memory(run: Run) -> None:
+def test_each_graph_has_its_time_and_memory(run):
     """vLLM: memory and seconds of graph capturing."""
     assert all({"ms", "memory"} & row.keys() for row in run()["captures"])
 
 
-def test_graphs_are_proved_while_serving(run: Run) -> None:
+def test_graphs_are_proved_while_serving(run):
     """piecegraph: steps run again uncompiled, from the same state."""
     shadow = run("--shadow", "1")["shadow"]
     assert shadow["wrong"] == []

@@ -13,17 +13,17 @@ import torch
 import piecegraph as pg
 from piecegraph.errors import CaptureAfterSeal
 
-from .conftest import HIDDEN, OP, Make, Model, mode_of
+from .conftest import HIDDEN, OP, Model, mode_of
 
 
-def test_one_trace_serves_every_number_of_tokens(prepare: Make) -> None:
+def test_one_trace_serves_every_number_of_tokens(prepare):
     """vLLM: a full graph, dynamic in the token dimension."""
     prepared = prepare(graph_mode="NONE")
     assert [mode_of(prepared, n, False) for n in (1, 5, 16)] == ["NONE 1", "NONE 5", "NONE 16"]
     assert prepared.report()["counters"]["dynamo_traces"] == 1
 
 
-def test_equal_pieces_are_compiled_once(prepare: Make) -> None:
+def test_equal_pieces_are_compiled_once(prepare):
     """vLLM: `splitting_ops`; piecegraph compiles unique pieces."""
     pieces = prepare().report()["pieces"]
     assert pieces["total"] > pieces["unique"]
@@ -48,7 +48,7 @@ Warm = tuple[pg.PreparedModel, dict[str, Any]]
 
 
 @pytest.mark.compile
-def test_a_warm_start_neither_traces_nor_compiles(warm: Warm) -> None:
+def test_a_warm_start_neither_traces_nor_compiles(warm):
     """vLLM: the AOT cache; TensorRT-LLM: build, then run."""
     prepared, report = warm
     assert report["cache"]["hit"] is True
@@ -57,14 +57,14 @@ def test_a_warm_start_neither_traces_nor_compiles(warm: Warm) -> None:
 
 
 @pytest.mark.compile
-def test_a_warm_start_is_verified(warm: Warm) -> None:
+def test_a_warm_start_is_verified(warm):
     """piecegraph: the bundle is compared with a new trace while the model serves."""
     warm[0].wait_until_verified()
     assert warm[0].report()["cache"]["verified"] is True
 
 
 @pytest.mark.compile
-def test_inductor_splits_its_own_code(prepare: Make) -> None:
+def test_inductor_splits_its_own_code(prepare):
     """vLLM: `use_inductor_graph_partition`."""
     prepared = prepare(compiler="inductor", codegen={"partition": "inductor"})
     prepared.capture(None)
@@ -73,7 +73,7 @@ def test_inductor_splits_its_own_code(prepare: Make) -> None:
 
 
 @pytest.mark.compile
-def test_some_sizes_are_compiled_by_themselves(prepare: Make) -> None:
+def test_some_sizes_are_compiled_by_themselves(prepare):
     """vLLM: `compile_sizes`."""
     prepared = prepare(compiler="inductor", codegen={"sizes": (4,)}, graph_mode="NONE")
     ranges = prepared.compiled.plan.ranges
@@ -82,7 +82,7 @@ def test_some_sizes_are_compiled_by_themselves(prepare: Make) -> None:
 
 
 @pytest.mark.compile
-def test_a_user_changes_the_graph(prepare: Make) -> None:
+def test_a_user_changes_the_graph(prepare):
     """vLLM: custom passes."""
     seen: list[int] = []
 
@@ -93,7 +93,7 @@ def test_a_user_changes_the_graph(prepare: Make) -> None:
     assert seen
 
 
-def test_nothing_is_captured_under_traffic(prepare: Make) -> None:
+def test_nothing_is_captured_under_traffic(prepare):
     """vLLM: no compilation or capture after warm-up; here `seal`."""
     prepared = prepare()
     prepared.capture(None)
@@ -103,7 +103,7 @@ def test_nothing_is_captured_under_traffic(prepare: Make) -> None:
     assert mode_of(prepared, 3, True) == "FULL 4"
 
 
-def test_torch_compile_takes_it_as_a_backend() -> None:
+def test_torch_compile_takes_it_as_a_backend():
     """torch: backends by name."""
     fast = torch.compile(Model(), backend="piecegraph", options={"compiler": "eager"})
     x = torch.rand(3, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def addresses(model: nn.Module) -> Addresses:
     return addresses
 
 
-def test_an_update_in_place_is_fine(model: nn.Module, addresses: Addresses) -> None:
+def test_an_update_in_place_is_fine(model, addresses):
     snapshot = addresses.snapshot()
     model[0].weight.copy_(torch.rand(2, 2))
     snapshot.check()
@@ -53,9 +52,7 @@ def replace_buffer(model: nn.Module) -> Tensor:
     return kept
 
 
-def test_a_weight_of_another_form_at_its_address_is_named(
-    model: nn.Module, addresses: Addresses
-) -> None:
+def test_a_weight_of_another_form_at_its_address_is_named(model, addresses):
     snapshot = addresses.snapshot()
     model[0].weight.data = model[0].weight.data.t()
     assert snapshot.moved() == ["0.weight"]
@@ -63,7 +60,7 @@ def test_a_weight_of_another_form_at_its_address_is_named(
         snapshot.check()
 
 
-def test_samples_compare_forms_as_well(model: nn.Module, addresses: Addresses) -> None:
+def test_samples_compare_forms_as_well(model, addresses):
     """A graph still reads all elements of a weight that is now one of them, four times."""
     snapshot = addresses.snapshot()
     snapshot.check_step()
@@ -86,9 +83,7 @@ def test_samples_compare_forms_as_well(model: nn.Module, addresses: Addresses) -
         pytest.param(replace_buffer, "1.running_mean", id="failure_18_a_new_state_buffer"),
     ],
 )
-def test_what_was_moved_is_named(
-    model: nn.Module, addresses: Addresses, change: Any, name: str
-) -> None:
+def test_what_was_moved_is_named(model, addresses, change, name):
     snapshot = addresses.snapshot()
     old = change(model)
     assert snapshot.moved() == [name]
@@ -99,7 +94,7 @@ def test_what_was_moved_is_named(
     assert hex(old.data_ptr()) in str(caught.value)
 
 
-def test_failure_20_a_freed_workspace_is_named() -> None:
+def test_failure_20_a_freed_workspace_is_named():
     addresses = Addresses(ReplayBackend().address)
     workspace = torch.rand(4)
     addresses.watch("workspace", workspace)
@@ -109,7 +104,7 @@ def test_failure_20_a_freed_workspace_is_named() -> None:
         snapshot.check()
 
 
-def test_memory_that_only_recordings_hold_counts_as_freed() -> None:
+def test_memory_that_only_recordings_hold_counts_as_freed():
     """The engine replaced it: without the check, graphs would go on to read the old memory."""
     addresses, recordings = Addresses(ReplayBackend().address), [Ownership(), Ownership()]
     cache = torch.rand(4)
@@ -124,7 +119,7 @@ def test_memory_that_only_recordings_hold_counts_as_freed() -> None:
     assert [len(ownership.found()) for ownership in recordings] == [1, 1]
 
 
-def test_failure_21_released_memory_is_named_and_fine_when_it_is_back() -> None:
+def test_failure_21_released_memory_is_named_and_fine_when_it_is_back():
     addresses = Addresses(ReplayBackend().address)
     cache = torch.rand(4)
     addresses.watch("kv_cache", cache)
@@ -137,7 +132,7 @@ def test_failure_21_released_memory_is_named_and_fine_when_it_is_back() -> None:
     snapshot.check()
 
 
-def test_w15_samples_reach_every_tensor_in_turn(model: nn.Module, addresses: Addresses) -> None:
+def test_w15_samples_reach_every_tensor_in_turn(model, addresses):
     snapshot = addresses.snapshot()
     snapshot.check_step()
     kept = model[1].num_batches_tracked  # the last in turn
@@ -151,7 +146,7 @@ def test_w15_samples_reach_every_tensor_in_turn(model: nn.Module, addresses: Add
         check_two_tensors_a_step()
 
 
-def test_w15_the_first_step_compares_everything(model: nn.Module, addresses: Addresses) -> None:
+def test_w15_the_first_step_compares_everything(model, addresses):
     snapshot = addresses.snapshot()
     kept = model[1].bias
     model[1].bias = nn.Parameter(kept.clone(), requires_grad=False)
@@ -159,9 +154,7 @@ def test_w15_the_first_step_compares_everything(model: nn.Module, addresses: Add
         snapshot.check_step()
 
 
-def test_after_one_was_found_moved_no_snapshot_passes_by_sampling(
-    model: nn.Module, addresses: Addresses
-) -> None:
+def test_after_one_was_found_moved_no_snapshot_passes_by_sampling(model, addresses):
     first, second = addresses.snapshot(), addresses.snapshot()
     first.check_step()
     second.check_step()
@@ -177,7 +170,7 @@ def test_after_one_was_found_moved_no_snapshot_passes_by_sampling(
     second.check_step()
 
 
-def test_a_check_of_all_does_not_wait_for_its_turn(model: nn.Module, addresses: Addresses) -> None:
+def test_a_check_of_all_does_not_wait_for_its_turn(model, addresses):
     inner = ("weight", "running_mean", "running_var", "bias")
     code = addresses.snapshot(["0.weight", "0.bias", *(f"1.{name}" for name in inner)])
     code.check_step()
@@ -189,7 +182,7 @@ def test_a_check_of_all_does_not_wait_for_its_turn(model: nn.Module, addresses: 
         code.check_all()
 
 
-def test_a_name_given_to_another_tensor_makes_the_first_stale() -> None:
+def test_a_name_given_to_another_tensor_makes_the_first_stale():
     addresses = Addresses(ReplayBackend().address)
     first, second = torch.rand(2), torch.rand(2)
     addresses.watch("kv_cache", first)
@@ -202,7 +195,7 @@ def test_a_name_given_to_another_tensor_makes_the_first_stale() -> None:
     assert first.numel() == 2
 
 
-def test_a_snapshot_of_some_names_ignores_the_rest() -> None:
+def test_a_snapshot_of_some_names_ignores_the_rest():
     addresses = Addresses(ReplayBackend().address)
     weight, cache = torch.rand(2), torch.rand(2)
     addresses.watch("weight", weight)
@@ -214,9 +207,7 @@ def test_a_snapshot_of_some_names_ignores_the_rest() -> None:
         snapshot.check_step()
 
 
-def test_only_recordings_made_before_the_move_are_stale(
-    model: nn.Module, addresses: Addresses
-) -> None:
+def test_only_recordings_made_before_the_move_are_stale(model, addresses):
     before = addresses.snapshot()
     kept = model[0].weight.data
     model[0].weight.data = torch.rand(2, 2)

@@ -124,7 +124,7 @@ def decode(n: int) -> Batch:
 
 
 @pytest.mark.needs_part("seal")
-def test_a_model_from_the_first_capture_to_the_close(scene: Rig) -> None:
+def test_a_model_from_the_first_capture_to_the_close(scene):
     prepared, model, slots = served(scene)
     modes = [
         step(scene, prepared, model, slots, batch)
@@ -149,7 +149,7 @@ def test_a_model_from_the_first_capture_to_the_close(scene: Rig) -> None:
     prepared.close()
 
 
-def test_a_capture_executes_nothing_and_a_replay_does(scene: Rig) -> None:
+def test_a_capture_executes_nothing_and_a_replay_does(scene):
     x, total = scene.rand(3), torch.zeros(3, device=scene.device)
 
     def fn(x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def test_a_capture_executes_nothing_and_a_replay_does(scene: Rig) -> None:
     assert torch.equal(total, before * 2 + 1)
 
 
-def test_memory_grows_with_graphs_and_is_given_back(scene: Rig) -> None:
+def test_memory_grows_with_graphs_and_is_given_back(scene):
     used = scene.backend.memory().used
     recordings = [scene.record(lambda x: x * 2, scene.rand(n)) for n in (1 << 18, 1 << 17)]
     assert recordings[0].bytes > 0
@@ -178,7 +178,7 @@ def test_memory_grows_with_graphs_and_is_given_back(scene: Rig) -> None:
 
 
 @pytest.mark.parametrize("make", [FakeBackend, lambda t: ReplayBackend(ReplayOptions(limit=t))])
-def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make: Any) -> None:
+def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make):
     scene = make_rig(Only(GraphBackend, make(100)), "cpu")  # type: ignore[arg-type]
     with pytest.raises(CaptureOutOfMemory):
         scene.record(lambda x: x * 2, torch.rand(50))
@@ -187,7 +187,7 @@ def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make: Any) -
     assert recording.outputs.tolist() == [2, 2, 2]
 
 
-def test_a_failing_capture_leaves_a_backend_that_captures(scene: Rig) -> None:
+def test_a_failing_capture_leaves_a_backend_that_captures(scene):
     runs: list[Tensor] = []
 
     def raise_at_capture(x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def test_a_failing_capture_leaves_a_backend_that_captures(scene: Rig) -> None:
     assert torch.equal(recording.outputs, x + 1)
 
 
-def test_a_session_makes_many_captures_into_one_pool(scene: Rig) -> None:
+def test_a_session_makes_many_captures_into_one_pool(scene):
     x = scene.rand(8)
     with capture_session(scene.backend, scene.pool, scene.events) as session:
         recordings = [
@@ -217,6 +217,6 @@ def test_a_session_makes_many_captures_into_one_pool(scene: Rig) -> None:
         assert torch.equal(recording.outputs, x[:n] * 2)
 
 
-def test_what_the_protocol_does_not_have_cannot_be_read() -> None:
+def test_what_the_protocol_does_not_have_cannot_be_read():
     with pytest.raises(AssertionError, match="no 'queue'"):
         _ = Only(GraphBackend, strict_backend(delay=True)).queue

@@ -68,6 +68,6 @@ def run(folder: Path, moment: float, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_neither_the_engine_nor_the_verification_fails(libraries: Path, call: str) -> None:
+def test_neither_the_engine_nor_the_verification_fails(libraries, call):
     for moment in (0.1, 0.8):
         run(libraries, moment, call)

@@ -262,7 +262,7 @@ PROGRAMS: tuple[Step, ...] = (
 
 @pytest.mark.parametrize("breaks", [True, False])
 @pytest.mark.parametrize("step", PROGRAMS, ids=lambda step: step.__name__)
-def test_replay_equals_the_program(rig: Any, step: Step, breaks: bool) -> None:
+def test_replay_equals_the_program(rig, step, breaks):
     LAYER.to(rig.device)
     x = rig.rand(3, 4)
     recording = rig.record(step, x, breaks=breaks)
@@ -272,7 +272,7 @@ def test_replay_equals_the_program(rig: Any, step: Step, breaks: bool) -> None:
         assert_close(recording.outputs, step(x))
 
 
-def test_break_runs_at_each_replay_and_the_program_does_not(rig: Any) -> None:
+def test_break_runs_at_each_replay_and_the_program_does_not(rig):
     calls: list[str] = []
 
     @break_graph
@@ -292,7 +292,7 @@ def test_break_runs_at_each_replay_and_the_program_does_not(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("result", [3, 2.5, "text", True, [torch.ones(2), 4]])
-def test_value_that_a_break_returns_may_not_change(rig: Any, result: Any) -> None:
+def test_value_that_a_break_returns_may_not_change(rig, result):
     """A number beside tensors is part of the program, and a graph after it has read it."""
     returned = [result]
 
@@ -322,7 +322,7 @@ def test_value_that_a_break_returns_may_not_change(rig: Any, result: Any) -> Non
         lambda x: {"x": x},
     ],
 )
-def test_tensor_of_another_form_is_refused(rig: Any, other: Callable[[Tensor], Any]) -> None:
+def test_tensor_of_another_form_is_refused(rig, other):
     forms: list[Callable[[Tensor], Any]] = [lambda x: x + 1]
 
     @break_graph
@@ -336,7 +336,7 @@ def test_tensor_of_another_form_is_refused(rig: Any, other: Callable[[Tensor], A
         recording.replay()
 
 
-def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig: Any) -> None:
+def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig):
     failing: list[bool] = [False]
 
     @break_graph
@@ -358,7 +358,7 @@ def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig: A
     assert_close(recording.outputs, step(x))
 
 
-def test_break_is_a_plain_call_in_another_thread(rig: Any) -> None:
+def test_break_is_a_plain_call_in_another_thread(rig):
     """A recording of one thread does not see the calls of another."""
     results: list[Tensor] = []
     y = rig.rand(3, 4)
@@ -381,7 +381,7 @@ def test_break_is_a_plain_call_in_another_thread(rig: Any) -> None:
         assert_close(result, y.cumsum(0))
 
 
-def test_recordings_of_several_sizes_share_a_pool(rig: Any) -> None:
+def test_recordings_of_several_sizes_share_a_pool(rig):
     sizes = (8, 4, 2, 1)
     inputs = [rig.rand(size, 4) for size in sizes]
     recordings = [rig.record(in_a_loop, x) for x in inputs]
@@ -391,7 +391,7 @@ def test_recordings_of_several_sizes_share_a_pool(rig: Any) -> None:
         assert_close(recording.outputs, in_a_loop(x))
 
 
-def test_recording_that_is_dropped_is_collected(rig: Any) -> None:
+def test_recording_that_is_dropped_is_collected(rig):
     """The program and what it holds are not kept by what was recorded of it."""
     layers = [Layer().to(rig.device)]
     recording = rig.record(lambda x: layers[0].mix(x) + 1, rig.rand(3, 4))
@@ -402,7 +402,7 @@ def test_recording_that_is_dropped_is_collected(rig: Any) -> None:
     assert weight() is None
 
 
-def test_result_of_a_break_outlives_what_made_it(rig: Any) -> None:
+def test_result_of_a_break_outlives_what_made_it(rig):
     """Memory between segments is not given to another tensor, also if nothing else holds it."""
 
     def step(x: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ def test_result_of_a_break_outlives_what_made_it(rig: Any) -> None:
     assert_close(recording.outputs, step(x))
 
 
-def test_program_whose_breaks_differ_from_run_to_run_is_refused(rig: Any) -> None:
+def test_program_whose_breaks_differ_from_run_to_run_is_refused(rig):
     runs: list[int] = []
 
     def step(x: Tensor) -> Tensor:
@@ -439,7 +439,7 @@ ON_A_DEVICE = pytest.mark.parametrize(
 
 
 @ON_A_DEVICE
-def test_streams_that_are_joined_are_part_of_the_graphs(rig: Any) -> None:
+def test_streams_that_are_joined_are_part_of_the_graphs(rig):
     side = torch.cuda.Stream(rig.device)
 
     def step(x: Tensor) -> Tensor:
@@ -458,7 +458,7 @@ def test_streams_that_are_joined_are_part_of_the_graphs(rig: Any) -> None:
 
 
 @ON_A_DEVICE
-def test_a_stream_that_is_not_joined_fails_the_capture(rig: Any) -> None:
+def test_a_stream_that_is_not_joined_fails_the_capture(rig):
     side = torch.cuda.Stream(rig.device)
 
     def step(x: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ def test_a_stream_that_is_not_joined_fails_the_capture(rig: Any) -> None:
     assert rig.record(in_the_middle, rig.rand(3, 4)).segments  # the next capture works
 
 
-def test_breaks_are_switched_by_the_recording_and_both_kinds_serve_in_turn(rig: Any) -> None:
+def test_breaks_are_switched_by_the_recording_and_both_kinds_serve_in_turn(rig):
     x = rig.rand(3, 4)
     recordings = [rig.record(in_a_loop, x, breaks=breaks) for breaks in (True, False)]
     assert [len(each.segments) > 1 for each in recordings] == [True, False]
@@ -482,7 +482,7 @@ def test_breaks_are_switched_by_the_recording_and_both_kinds_serve_in_turn(rig: 
         assert_close(recording.outputs, in_a_loop(x))
 
 
-def test_threads_that_record_take_turns(rig: Any) -> None:
+def test_threads_that_record_take_turns(rig):
     inputs = [rig.rand(3, 4) for _ in range(3)]
     recordings: dict[int, Any] = {}
 

@@ -53,7 +53,7 @@ def as_it_is(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("kind", [as_it_is, break_graph, opaque_piece])
-def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, kind: Any) -> None:
+def test_w23_an_error_while_capturing_leaves_nothing_open(rig, kind):
     if kind is break_graph and not rig.backend.runs_python:
         return  # a capture on a device runs no splitting op
     state, raising = rig.rand(3).zero_(), kind(raises_in_the_capture())
@@ -69,7 +69,7 @@ def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, kind: Any) -
     assert_serving(rig)
 
 
-def test_what_the_failed_graph_wrote_is_restored(make_replay_rig: Any) -> None:
+def test_what_the_failed_graph_wrote_is_restored(make_replay_rig):
     state, raising = torch.zeros(3), raises_in_the_capture()
 
     def broken(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_what_the_failed_graph_wrote_is_restored(make_replay_rig: Any) -> None:
     assert state.tolist() == [1, 1, 1]  # by the warm-up run
 
 
-def test_an_interrupt_passes_unchanged_and_cleans_up(rig: Any) -> None:
+def test_an_interrupt_passes_unchanged_and_cleans_up(rig):
     def interrupted(x: Tensor) -> Tensor:
         x = attend(x * 2) * 2
         raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def test_an_interrupt_passes_unchanged_and_cleans_up(rig: Any) -> None:
     assert_serving(rig)
 
 
-def test_failure_34_the_pool_survives_a_failed_first_capture(rig: Any) -> None:
+def test_failure_34_the_pool_survives_a_failed_first_capture(rig):
     kept, raising = [], raises_in_the_capture()
 
     def broken(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_failure_34_the_pool_survives_a_failed_first_capture(rig: Any) -> None:
     assert_serving(rig)
 
 
-def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig: Any) -> None:
+def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig):
     broken = []
 
     @break_graph
@@ -122,7 +122,7 @@ def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig: Any) -> 
     assert_close(recording.outputs, (x * 2 + 1) * 3)
 
 
-def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig: Any) -> None:
+def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig):
     rig, raising = make_replay_rig(), break_graph(raises_in_the_capture())
     with pytest.raises(CaptureFailed) as caught:
         rig.record(lambda x: raising(x * 2), torch.rand(100))

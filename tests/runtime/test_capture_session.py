@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
 
-def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> None:
+def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig):
     rig = make_replay_rig()
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         for size in (3, 2, 1):
@@ -24,7 +23,7 @@ def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> N
     assert rig.backend.counters["captures"] == 3
 
 
-def test_a_lazy_capture_goes_without_preparation(make_replay_rig: Any) -> None:
+def test_a_lazy_capture_goes_without_preparation(make_replay_rig):
     rig = make_replay_rig()
     collections = gc.get_stats()[2]["collections"]
     with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
@@ -33,13 +32,13 @@ def test_a_lazy_capture_goes_without_preparation(make_replay_rig: Any) -> None:
     assert gc.get_stats()[2]["collections"] == collections
 
 
-def test_garbage_is_not_collected_inside(rig: Any) -> None:
+def test_garbage_is_not_collected_inside(rig):
     with capture_session(rig.backend, rig.pool, rig.events):
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
-def test_garbage_collection_that_was_off_stays_off(make_replay_rig: Any) -> None:
+def test_garbage_collection_that_was_off_stays_off(make_replay_rig):
     rig = make_replay_rig()
     gc.disable()
     try:
@@ -50,7 +49,7 @@ def test_garbage_collection_that_was_off_stays_off(make_replay_rig: Any) -> None
         gc.enable()
 
 
-def test_an_error_inside_closes_the_session(rig: Any) -> None:
+def test_an_error_inside_closes_the_session(rig):
     with pytest.raises(ValueError, match="mine"):
         with capture_session(rig.backend, rig.pool, rig.events) as session:
             raise ValueError("mine")
@@ -59,7 +58,7 @@ def test_an_error_inside_closes_the_session(rig: Any) -> None:
         session.begin(Ownership())
 
 
-def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
+def test_sessions_of_two_threads_take_turns(make_replay_rig):
     rig = make_replay_rig()
     inside: list[str] = []
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,25 +12,23 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend
 CPU = torch.device("cpu")
 
 
-def test_the_replay_backend_ships() -> None:
+def test_the_replay_backend_ships():
     assert isinstance(choose_backend("replay", CPU), ReplayBackend)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_cuda_backend_needs_a_device() -> None:
+def test_the_cuda_backend_needs_a_device():
     with pytest.raises(BackendUnavailable, match="no CUDA device"):
         choose_backend("cuda", CPU)
 
 
-def test_the_cuda_backend_refuses_rocm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cuda_backend_refuses_rocm_by_name(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(BackendUnavailable, match="ROCm"):
         choose_backend("cuda", CPU)
 
 
-def test_an_installed_package_registers_a_backend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_registers_a_backend(tmp_path, monkeypatch):
     (tmp_path / "abacus_backend.py").write_text(
         "from piecegraph.runtime.backends.replay.backend import ReplayBackend\n"
         "def make(device):\n    return ReplayBackend(name='abacus')\n"

@@ -139,7 +139,7 @@ def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[...,
     assert last_modes() == (None, None)
 
 
-def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -> None:
+def test_a_step_runs_when_its_result_is_read(make_scene):
     """In every way to read it, also through operations of the engine in between."""
     for mode in GRAPH_MODES:
         plain, late = make_scene(mode), make_scene(mode, delay=True)
@@ -172,9 +172,7 @@ def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -
 
 
 @pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.PIECEWISE])
-def test_lists_in_metadata_may_be_rewritten_when_run_has_returned(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_lists_in_metadata_may_be_rewritten_when_run_has_returned(make_scene, mode):
     """On a device the Python of a splitting op has run by then. Until the work ran, results are
     poison in each mode."""
     plain, late = make_scene(mode), make_scene(mode, delay=True, fail_on_early_writes=True)
@@ -187,9 +185,7 @@ def test_lists_in_metadata_may_be_rewritten_when_run_has_returned(
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_an_early_rewrite_gives_what_a_device_gives(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_an_early_rewrite_gives_what_a_device_gives(make_scene, mode):
     plain, late = make_scene(mode), make_scene(mode, delay=True)
     x = late.x.clone()
     result = late.step()
@@ -279,9 +275,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_failure_37_an_early_rewrite_is_found_and_named(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_failure_37_an_early_rewrite_is_found_and_named(make_scene, mode):
     scene = make_scene(mode, delay=True, fail_on_early_writes=True)
     scene.step().tolist()
     for rewrite, buffer in PLANTED:
@@ -327,9 +321,7 @@ def evict(scene: Scene) -> None:
 
 @pytest.mark.parametrize("free", [release, evict])
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
-def test_a_result_that_was_kept_is_found(
-    make_scene: Callable[..., Scene], mode: GraphMode, free: Callable[[Scene], None]
-) -> None:
+def test_a_result_that_was_kept_is_found(make_scene, mode, free):
     """Of the step before, and of a graph that was freed; also a view of it."""
     scene = make_scene(mode, delay=True, fail_on_early_writes=True)
     kept, now = scene.step(), scene.step()
@@ -345,9 +337,7 @@ def test_a_result_that_was_kept_is_found(
 
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
 @pytest.mark.parametrize("seed", [None, pytest.param(1, marks=pytest.mark.heavy)])
-def test_graphs_change_between_steps_in_flight(
-    make_scene: Callable[..., Scene], mode: GraphMode, seed: int | None
-) -> None:
+def test_graphs_change_between_steps_in_flight(make_scene, mode, seed):
     """Captured again after new weights, evicted, released, captured: as without delay."""
 
     def new_weights(scene: Scene) -> None:
@@ -373,9 +363,7 @@ def test_graphs_change_between_steps_in_flight(
 
 @pytest.mark.parametrize("then", ["clone", "reading too late", "an early rewrite"])
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
-def test_an_eviction_for_another_size_while_a_step_is_in_flight(
-    make_scene: Callable[..., Scene], mode: GraphMode, then: str
-) -> None:
+def test_an_eviction_for_another_size_while_a_step_is_in_flight(make_scene, mode, then):
     """A dispatch that needs memory frees the graph of the step in flight: the step has run by then,
     its result is gone, and what was rewritten before is named."""
     graphs = 1 if mode is GraphMode.FULL_DECODE_ONLY else 2
@@ -419,9 +407,7 @@ SEEDS = [None, 0, 1, 2]
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_copied_may_be_rewritten_after_the_copies(
-    make_scene: Callable[..., Scene], mode: GraphMode, seed: int | None
-) -> None:
+def test_what_is_copied_may_be_rewritten_after_the_copies(make_scene, mode, seed):
     """Also the source of a copy that was queued before the step, whose rest need not have run."""
     plain = make_scene(mode)
     scene = make_scene(mode, delay=True, fail_on_early_writes=True, delay_seed=seed)
@@ -448,9 +434,7 @@ def test_what_is_copied_may_be_rewritten_after_the_copies(
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_what_is_read_in_place_may_not_be_rewritten_after_the_copies(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_what_is_read_in_place_may_not_be_rewritten_after_the_copies(make_scene, mode):
     scene = make_scene(mode, delay=True, fail_on_early_writes=True)
     scene.prepared.copies_done()
     in_place = {f"input {name!r}" for name in scene.prepared.reads_in_place(scene.decide())}
@@ -473,7 +457,7 @@ class Writes(nn.Module):
         return x * y
 
 
-def test_inputs_that_a_step_writes_are_read_in_place() -> None:
+def test_inputs_that_a_step_writes_are_read_in_place():
     """What a graph writes to an input is copied back at its end."""
     tokens = "float32[num_tokens, 4]"
     config, compiled = compile_once(
@@ -488,9 +472,7 @@ def test_inputs_that_a_step_writes_are_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_inputs_that_a_step_reads_in_place_are_named(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_inputs_that_a_step_reads_in_place_are_named(make_scene, mode):
     """All of them without a graph; else those that the engine owns."""
     scene, every = make_scene(mode), {"ids", "loras", "x"}
     graph = mode is not GraphMode.NONE
@@ -500,9 +482,7 @@ def test_inputs_that_a_step_reads_in_place_are_named(
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_delayed_steps_are_proved_like_others(
-    make_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_delayed_steps_are_proved_like_others(make_scene, mode):
     plain = make_scene(mode)
     settings = {"shadow": {"every": 2, "share": 1.0}}
     late = make_scene(mode, settings=settings, delay=True, fail_on_early_writes=True)
@@ -554,9 +534,7 @@ def device_scene(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", GRAPH_MODES)
-def test_on_a_device_other_streams_need_an_event(
-    device_scene: Callable[..., Scene], mode: GraphMode
-) -> None:
+def test_on_a_device_other_streams_need_an_event(device_scene, mode):
     """The same rewrites by another stream: right after the event, else wrong in some order. For
     inputs that are copied the earlier event is enough."""
     if not hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject"):
@@ -595,9 +573,7 @@ def test_on_a_device_other_streams_need_an_event(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_steps_in_flight_and_their_failures_do_not_disturb_a_start(
-    make_scene: Callable[..., Scene], fails: bool
-) -> None:
+def test_steps_in_flight_and_their_failures_do_not_disturb_a_start(make_scene, fails):
     """The mode that sees the engine's operations would be in the way of Dynamo."""
     scene = make_scene(GraphMode.PIECEWISE, delay=True)
     if fails:
@@ -621,7 +597,7 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def test_an_early_rewrite_of_a_weight_is_named_without_a_trace() -> None:
+def test_an_early_rewrite_of_a_weight_is_named_without_a_trace():
     model = Scaled()
     config = Config(
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,

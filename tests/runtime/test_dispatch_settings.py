@@ -28,19 +28,19 @@ def sizes(**settings: Any) -> dict[RuntimeMode, list[int]]:
     return found
 
 
-def test_default_sizes_above_512_serve_decode_only() -> None:
+def test_default_sizes_above_512_serve_decode_only():
     found = sizes(max_num_reqs=2048)
     assert found[PIECEWISE][-1] == 512
     assert found[FULL][-2:] == [1024, 2048]
     assert sizes(max_num_reqs=2048, capture_sizes=(8, 1024))[PIECEWISE] == [8, 1024]
 
 
-def test_the_sizes_follow_the_alignment() -> None:
+def test_the_sizes_follow_the_alignment():
     assert all(size % 4 == 0 for size in sizes(sizes={"alignment": 4})[PIECEWISE])
     assert sizes(sizes={"alignment": 4}, capture_sizes=(1, 6, 8))[PIECEWISE] == [4, 8]
 
 
-def test_a_speculation_schedule_gives_tiers() -> None:
+def test_a_speculation_schedule_gives_tiers():
     schedule = (15,) * 16 + (1,) * 112
     found = sizes(
         variants={"speculation_schedule": schedule},
@@ -50,7 +50,7 @@ def test_a_speculation_schedule_gives_tiers() -> None:
     assert {16 * 16, 2 * 128} <= {*found[FULL]}
 
 
-def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None:
+def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     config = Config(max_num_tokens=64, splitting_ops=("a::b",))
     resolved = resolve_graph_mode(config)
     assert resolved.mode is GraphMode.PIECEWISE
@@ -76,6 +76,6 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None
         ("level", 4),
     ],
 )
-def test_what_dispatch_cannot_use_is_refused_as_a_setting(setting: str, value: Any) -> None:
+def test_what_dispatch_cannot_use_is_refused_as_a_setting(setting, value):
     with pytest.raises(InvalidSetting, match=setting):
         Config().changed(**{setting: value})

@@ -314,7 +314,7 @@ def ops(temporary_op: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("steps", [24, pytest.param(1000, marks=pytest.mark.heavy)])
-def test_each_step_of_an_engine_equals_eager(steps: int) -> None:
+def test_each_step_of_an_engine_equals_eager(steps):
     """`steps` of each of two threads, each with two models: 2,000 in the long form."""
     torch.manual_seed(0)
     target, draft = Model(3), Model(2)

@@ -14,7 +14,7 @@ from piecegraph.runtime.forward_context import (
 )
 
 
-def test_a_step_sees_its_context() -> None:
+def test_a_step_sees_its_context():
     context = ForwardContext({"layer.0": object()}, metadata="m", num_tokens=3)
     with forward_context(context):
         assert get_forward_context() is context
@@ -23,12 +23,12 @@ def test_a_step_sees_its_context() -> None:
         assert get_forward_context() is context
 
 
-def test_outside_a_step_there_is_none() -> None:
+def test_outside_a_step_there_is_none():
     with pytest.raises(OutsideStep, match="no step is running"):
         get_forward_context()
 
 
-def test_w23_an_error_restores_the_context() -> None:
+def test_w23_an_error_restores_the_context():
     with pytest.raises(ValueError, match="mine"):
         with forward_context(ForwardContext({})):
             raise ValueError("mine")
@@ -36,7 +36,7 @@ def test_w23_an_error_restores_the_context() -> None:
         get_forward_context()
 
 
-def test_threads_do_not_share_it() -> None:
+def test_threads_do_not_share_it():
     seen: list[type[BaseException]] = []
 
     def look() -> None:
@@ -52,6 +52,6 @@ def test_threads_do_not_share_it() -> None:
     assert seen == [OutsideStep]
 
 
-def test_it_has_no_other_attributes() -> None:
+def test_it_has_no_other_attributes():
     with pytest.raises(AttributeError):
         ForwardContext({}).batch = 1  # type: ignore[attr-defined]

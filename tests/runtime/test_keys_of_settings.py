@@ -93,14 +93,12 @@ def changed_keys(name: str, value: Any) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("name", sorted(OTHER))
-def test_c1_vllm_53366_failure_W9_a_changed_setting_changes_its_keys_and_no_others(
-    name: str,
-) -> None:
+def test_c1_vllm_53366_failure_W9_a_changed_setting_changes_its_keys_and_no_others(name):
     value, expected = OTHER[name]
     assert changed_keys(name, value) == expected
 
 
-def test_each_setting_was_changed_and_there_are_at_most_45() -> None:
+def test_each_setting_was_changed_and_there_are_at_most_45():
     names = {n for n in setting_names(Config) if not n.startswith("cache.layers.")} - OBJECTS
     assert names == OTHER.keys()
     assert len(names) <= 45
@@ -118,18 +116,16 @@ def test_each_setting_was_changed_and_there_are_at_most_45() -> None:
         ("bundle", "serve_ahead", NONE),
     ],
 )
-def test_what_a_setting_means_is_in_keys(
-    name: str, value: Any, expected: tuple[bool, bool]
-) -> None:
+def test_what_a_setting_means_is_in_keys(name, value, expected):
     assert changed_keys(name, value) == expected
 
 
-def test_autotuned_code_is_another_artifact() -> None:
+def test_autotuned_code_is_another_artifact():
     plain, tuned = (Config(level=level, codegen={"sizes": (4,)}) for level in (2, 3))
     assert all(a != b for a, b in zip(keys(plain), keys(tuned), strict=True))
 
 
-def test_pass_with_other_source_is_another_key() -> None:
+def test_pass_with_other_source_is_another_key():
     def same_name(gain: int) -> Any:
         return lambda graph: graph.lint() or gain
 
@@ -137,12 +133,12 @@ def test_pass_with_other_source_is_another_key() -> None:
     assert len(keyed) == 2
 
 
-def test_what_cannot_be_in_a_key_is_refused_and_not_left_out() -> None:
+def test_what_cannot_be_in_a_key_is_refused_and_not_left_out():
     with pytest.raises(InvalidFactor, match=r"config\.inductor_options\.hook"):
         keys(Config(codegen={"inductor_options": {"hook": print}}))
 
 
-def test_layers_are_read_from_places_and_mappings() -> None:
+def test_layers_are_read_from_places_and_mappings():
     layers = ("/layer", {"at": "s3://bucket", "trust": "anybody", "write_back": True})
     config = Config(cache={"layers": layers})
     assert config.cache
@@ -159,6 +155,6 @@ def test_layers_are_read_from_places_and_mappings() -> None:
         {"at": "/layer", "write_back": True},
     ],
 )
-def test_layers_that_contradict_themselves_are_refused(layer: dict[str, Any]) -> None:
+def test_layers_that_contradict_themselves_are_refused(layer):
     with pytest.raises(InvalidSetting, match=r"cache\.layers"):
         Config(cache={"layers": (layer,)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -115,7 +114,7 @@ print("left after a start:", leftovers())
 
 
 @pytest.mark.parametrize("wanted", [5, pytest.param(500, marks=pytest.mark.heavy)])
-def test_killed_operations_leave_nothing(wanted: int, tmp_path: Path) -> None:
+def test_killed_operations_leave_nothing(wanted, tmp_path):
     """Kills of prepare, compile_ahead, prune, export and import, on three caches.
 
     One process imports everything and forks: an import takes longer than a start.

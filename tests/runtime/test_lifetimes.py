@@ -53,7 +53,7 @@ def look_up(q: Tensor, table: Tensor) -> Tensor:
         ),
     ],
 )
-def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig: Any, read: Any) -> None:
+def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig, read):
     expected, x = rig.rand(8, 8), rig.rand(8, 8)
 
     def record_with_temporary() -> Any:
@@ -69,7 +69,7 @@ def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig: Any, read: A
     assert len(kept) == 64
 
 
-def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig: Any) -> None:
+def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig):
     @break_graph
     def through(q: Tensor, workspace: Tensor) -> Tensor:
         workspace.copy_(q)
@@ -89,7 +89,7 @@ def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig: Any) -> 
     assert len(kept) == 64
 
 
-def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig: Any) -> None:
+def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig):
     @break_graph
     def attend(q: Tensor, out: Tensor) -> None:
         out.copy_(q.cumsum(0))
@@ -117,7 +117,7 @@ def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig: Any
         assert_close(recordings[size].outputs, expected)
 
 
-def test_failure_16_failure_17_bridges_are_held_until_the_session_is_finalized(rig: Any) -> None:
+def test_failure_16_failure_17_bridges_are_held_until_the_session_is_finalized(rig):
     held = {}
 
     @break_graph
@@ -143,7 +143,7 @@ def test_failure_16_failure_17_bridges_are_held_until_the_session_is_finalized(r
     assert all(bridge() is None for bridges in held.values() for bridge in bridges)
 
 
-def test_an_unowned_alias_reads_and_writes_without_keeping_alive() -> None:
+def test_an_unowned_alias_reads_and_writes_without_keeping_alive():
     tensor = torch.rand(3, 4)
     alias = unowned_alias(tensor[1:, ::2])
     assert torch.equal(alias, tensor[1:, ::2])
@@ -155,7 +155,7 @@ def test_an_unowned_alias_reads_and_writes_without_keeping_alive() -> None:
     assert storage.expired()
 
 
-def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig: Any) -> None:
+def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig):
     @break_graph
     def attend(q: Tensor) -> Tensor:
         return q.cumsum(0)
@@ -192,7 +192,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
-def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
+def test_traces_of_models_that_are_gone_are_freed(shapes):
     def prepare_and_drop() -> None:
         config = Config(
             inputs={"x": "float32[num_tokens, 4]"},
@@ -217,7 +217,7 @@ def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
     assert alive() <= before
 
 
-def test_closed_models_leave_no_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_models_leave_no_objects(monkeypatch):
     for name in ("piecegraph", "torch.__trace"):  # pytest keeps what is logged
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
     config = Config(

@@ -114,9 +114,7 @@ def run_steps(prepared: pg.PreparedModel, x: Tensor, count: int) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_an_error(
-    model: Model, prepared: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_a_change_is_an_error(model, prepared, monkeypatch, change):
     """In `refresh`, and in steps once a check comes to it: here each step checks all."""
     prepared.capture()
     x = torch.randn(5, 8)
@@ -139,8 +137,8 @@ def untraced(model: Model) -> pg.PreparedModel:
 
 @pytest.mark.parametrize("change", UNTRACED)
 def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_graphs(
-    model: Model, untraced: pg.PreparedModel, change: str
-) -> None:
+    model, untraced, change
+):
     """Without a graph the model itself runs; a graph holds what it was at the capture."""
     make, text = UNTRACED[change]
     x = torch.randn(5, 8)
@@ -160,9 +158,7 @@ def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_grap
         torch.testing.assert_close(step(untraced, x), model(x))
 
 
-def test_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(
-    model: Model, untraced: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(model, untraced, monkeypatch):
     monkeypatch.setattr(model_check, "perf_counter", itertools.count().__next__)
     untraced.capture()
     x = torch.randn(5, 8)
@@ -188,7 +184,7 @@ class Counting(nn.Module):
         return self.last + 1
 
 
-def test_what_a_forward_changes_itself_is_no_change() -> None:
+def test_what_a_forward_changes_itself_is_no_change():
     settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
     prepared = pg.prepare(
         model := Counting(), pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings)
@@ -204,18 +200,14 @@ def test_what_a_forward_changes_itself_is_no_change() -> None:
             prepared.refresh()
 
 
-def test_an_engine_may_replace_the_models_own_forward(
-    model: Model, prepared: pg.PreparedModel
-) -> None:
+def test_an_engine_may_replace_the_models_own_forward(model, prepared):
     x, forward = torch.randn(5, 8), model.forward
     model.forward = lambda x: step(prepared, x)  # as integrations do
     assert prepared.refresh() == ()
     torch.testing.assert_close(model(x), forward(x))
 
 
-def test_what_the_engine_says_it_has_changed_is_named_and_its_own(
-    model: Model, prepared: pg.PreparedModel
-) -> None:
+def test_what_the_engine_says_it_has_changed_is_named_and_its_own(model, prepared):
     """As an integration that sets its own attention back after `prepare`."""
     seen = list[Any]()
     prepared.events.listeners.append(seen.append)
@@ -235,9 +227,7 @@ def test_what_the_engine_says_it_has_changed_is_named_and_its_own(
         prepared.refresh()
 
 
-def test_steps_find_a_change_by_themselves(
-    model: Model, prepared: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_find_a_change_by_themselves(model, prepared, monkeypatch):
     """Checks take a hundredth of the time, by a clock that goes on by one with each look at it."""
     clock = itertools.count()
     monkeypatch.setattr(model_check, "perf_counter", clock.__next__)
@@ -259,7 +249,7 @@ def test_steps_find_a_change_by_themselves(
 
 
 @pytest.mark.heavy
-def test_adapters_of_peft_are_switched_and_merged_while_serving() -> None:
+def test_adapters_of_peft_are_switched_and_merged_while_serving():
     peft = pytest.importorskip("peft", reason="peft is not installed: real adapters are not tried")
     torch.manual_seed(0)
     config = {"target_modules": ["0", "1", "2"], "r": 2, "init_lora_weights": False}

@@ -35,7 +35,7 @@ def found(**settings: Any) -> Any:
     return open_cache(Config(**settings), Events()).lookup("bundle", KEY)
 
 
-def test_shared_directory_is_trusted_as_configured(tmp_path: Path) -> None:
+def test_shared_directory_is_trusted_as_configured(tmp_path):
     entry = filled(tmp_path / "image")
     at = str(tmp_path / "image")
 
@@ -47,9 +47,7 @@ def test_shared_directory_is_trusted_as_configured(tmp_path: Path) -> None:
     assert with_layer(3, trust="pinned", digests=("0" * 64,)).reason == "untrusted"
 
 
-def test_signed_layer_needs_a_key_and_a_signature(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signed_layer_needs_a_key_and_a_signature(tmp_path, monkeypatch):
     filled(tmp_path / "image")
     settings = {"cache_dir": tmp_path / "own", "cache": {"layers": (str(tmp_path / "image"),)}}
     with pytest.raises(KeysMissing, match="PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"):
@@ -59,9 +57,7 @@ def test_signed_layer_needs_a_key_and_a_signature(
     assert found(**settings).reason == "untrusted"
 
 
-def test_url_is_written_back_signed_and_read_by_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_url_is_written_back_signed_and_read_by_another_machine(tmp_path, monkeypatch):
     write_keys(SigningKey.new(), tmp_path / "key")
     monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE", str(tmp_path / "key"))
     url = f"file://{tmp_path}/bucket"
@@ -74,7 +70,7 @@ def test_url_is_written_back_signed_and_read_by_another_machine(
     assert found(cache_dir=tmp_path / "two", cache={"layers": (url,)}).layer == f"remote:{url}"
 
 
-def test_directory_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_an_event(tmp_path):
     (tmp_path / "file").write_text("")
     events = Events()
     cache = open_cache(Config(cache_dir=tmp_path / "file" / "cache"), events)
@@ -82,14 +78,14 @@ def test_directory_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:
     assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
 
 
-def test_reason_for_a_missing_cache_is_that_of_its_directory(tmp_path: Path) -> None:
+def test_reason_for_a_missing_cache_is_that_of_its_directory(tmp_path):
     (tmp_path / "file").write_text("")
     missed = found(cache_dir=tmp_path / "file" / "cache")
     assert missed.reason == "disabled"
     assert "Not a directory" in missed.detail
 
 
-def test_directory_on_a_read_only_file_system_is_read(tmp_path: Path) -> None:
+def test_directory_on_a_read_only_file_system_is_read(tmp_path):
     """As in a container with a read-only root file system."""
     filled(tmp_path / "own")
     ended = status(fork(partial(remount_and_look_up, tmp_path / "own")))
@@ -128,9 +124,7 @@ def remount_and_look_up(root: Path) -> None:
         assert flight is Flight.UNLOCKED
 
 
-def test_directory_open_to_others_is_refused_with_the_command_that_fixes_it(
-    tmp_path: Path,
-) -> None:
+def test_directory_open_to_others_is_refused_with_the_command_that_fixes_it(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(UntrustedDirectory, match="chmod 700"):
@@ -149,7 +143,7 @@ class Doubling(torch.nn.Module):
 SETTINGS: dict[str, Any] = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_tokens": 32}
 
 
-def test_why_of_a_cache_without_entries(tmp_path: Path) -> None:
+def test_why_of_a_cache_without_entries(tmp_path):
     answer = explain_miss(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
     assert (answer.reason, answer.nearest) == ("absent", ())
     assert not (tmp_path / "statistics").exists(), "nothing was started"
@@ -191,13 +185,13 @@ def fleet(tmp_path: Path) -> Fleet:
     return Fleet(tmp_path)
 
 
-def test_a_miss_names_the_settings_that_differ_from_a_bundle_at_a_url(fleet: Fleet) -> None:
+def test_a_miss_names_the_settings_that_differ_from_a_bundle_at_a_url(fleet):
     message = fleet.missing(max_num_tokens=33)
     assert "absent: the nearest differs in config.max_num_tokens: 32 -> 33" in message
     assert "Deploy a bundle built from this model with these settings." in message
 
 
-def test_a_refused_bundle_is_explained_by_its_conditions_alone(fleet: Fleet) -> None:
+def test_a_refused_bundle_is_explained_by_its_conditions_alone(fleet):
     answer = explain_miss(Doubling(), fleet.config)
     assert str(answer).splitlines()[1:] == []
     assert answer.reason is not None
@@ -214,8 +208,8 @@ def test_a_refused_bundle_is_explained_by_its_conditions_alone(fleet: Fleet) -> 
     ],
 )
 def test_a_layer_that_fails_is_named_with_advice_that_fits(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str, advice: str
-) -> None:
+    fleet, monkeypatch, fault, reason, advice
+):
     def fetch(layer: RemoteLayer, path: str, size: int) -> bytes:
         if isinstance(fault, bytes):
             return fault
@@ -232,7 +226,7 @@ def test_a_layer_that_fails_is_named_with_advice_that_fits(
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
-def test_why_and_shipping_of_one_bundle(tmp_path: Path) -> None:
+def test_why_and_shipping_of_one_bundle(tmp_path):
     config = Config(cache_dir=tmp_path / "built", graph_mode="NONE", **SETTINGS)
     prepare(Doubling(), config).close()
     assert explain_miss(Doubling(), config).reason is None

@@ -137,7 +137,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.needs_part("checks")
 @pytest.mark.usefixtures("noting")
-def test_a_part_is_told_what_it_asks_for() -> None:
+def test_a_part_is_told_what_it_asks_for():
     prepared = prepared_model()
     noted = prepared.noted
 
@@ -169,14 +169,14 @@ def test_a_part_is_told_what_it_asks_for() -> None:
 
 
 @pytest.mark.usefixtures("noting")
-def test_a_dropped_model_closes_its_parts() -> None:
+def test_a_dropped_model_closes_its_parts():
     prepared = prepared_model()
     noted = prepared.noted
     del prepared
     assert noted[-1] == "close"
 
 
-def test_a_dropped_model_whose_capture_failed_is_freed_at_once() -> None:
+def test_a_dropped_model_whose_capture_failed_is_freed_at_once():
     """No cycle through an error keeps it: its monitor would watch what others compile."""
     backend = pg.ReplayBackend(pg.ReplayOptions(failing_captures=frozenset({1, 2, 3, 4})))
     prepared = prepared_model(backend=backend)
@@ -201,7 +201,7 @@ def test_a_dropped_model_whose_capture_failed_is_freed_at_once() -> None:
         gc.enable()
 
 
-def test_each_check_of_the_core_that_is_listed_refuses_a_step() -> None:
+def test_each_check_of_the_core_that_is_listed_refuses_a_step():
     buffer = torch.ones(16, 8)
     prepared = prepared_model(input_buffers={"x": buffer})
     prepared.capture()
@@ -247,7 +247,7 @@ def test_each_check_of_the_core_that_is_listed_refuses_a_step() -> None:
 
 
 @pytest.mark.needs_part("checks")
-def test_the_listed_checks_are_those_that_run() -> None:
+def test_the_listed_checks_are_those_that_run():
     prepared = prepared_model()
     prepared.capture()
     for decision in (None, prepared.dispatch(BATCH)):
@@ -286,9 +286,7 @@ def scenario(prepared: PreparedModel) -> dict[str, Any]:
 
 @pytest.mark.needs_part("log")
 @pytest.mark.parametrize("seed", range(4))
-def test_an_order_that_does_not_matter_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_an_order_that_does_not_matter_changes_nothing(monkeypatch, seed):
     """Any order that keeps what assemble.py states: proof first, then starts before strategies,
     the log after the proof."""
     expected = scenario(prepared_model())
@@ -320,9 +318,7 @@ class Counting(pg.StepObserver):
 @pytest.mark.needs_part("log")
 @pytest.mark.needs_part("proof")
 @pytest.mark.parametrize(("proof_first", "steps"), [(True, 1), (False, 1)])
-def test_observers_are_not_told_of_the_runs_of_a_proof(
-    monkeypatch: pytest.MonkeyPatch, proof_first: bool, steps: int
-) -> None:
+def test_observers_are_not_told_of_the_runs_of_a_proof(monkeypatch, proof_first, steps):
     parts_of = assemble.parts_of
 
     def ordered(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
@@ -339,7 +335,7 @@ def test_observers_are_not_told_of_the_runs_of_a_proof(
     assert observer.steps == steps
 
 
-def test_names_texts_and_docstrings_of_parts() -> None:
+def test_names_texts_and_docstrings_of_parts():
     assert [part.name for part in assemble.PARTS] == list(PARTS)
     for part in assemble.PARTS:
         text = sys.modules[part.__module__].__doc__ or ""
@@ -351,7 +347,7 @@ def test_names_texts_and_docstrings_of_parts() -> None:
 
 @pytest.mark.needs_part("log")
 @pytest.mark.parametrize("name", list(PARTS))
-def test_without_a_part_steps_are_right(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_without_a_part_steps_are_right(monkeypatch, name):
     expected = scenario(prepared_model())["results"]
     monkeypatch.setenv("PIECEGRAPH_OFF", name)
     prepared = prepared_model()
@@ -373,7 +369,7 @@ def test_without_a_part_steps_are_right(monkeypatch: pytest.MonkeyPatch, name: s
     prepared.close()
 
 
-def test_an_unknown_part_and_an_unknown_attribute_are_named() -> None:
+def test_an_unknown_part_and_an_unknown_attribute_are_named():
     prepared = prepared_model()
     with pytest.raises(AttributeError, match="no part 'nothing'; the parts are proof, ranks"):
         _ = prepared.parts.nothing
@@ -382,7 +378,7 @@ def test_an_unknown_part_and_an_unknown_attribute_are_named() -> None:
     assert {"wait_until_verified", "memory_plan", "last_steps"} <= {*dir(prepared)}
 
 
-def test_the_core_imports_no_part() -> None:
+def test_the_core_imports_no_part():
     files = [
         *(ROOT / "runtime/core").glob("*.py"), *(ROOT / "runtime/capture").glob("*.py"),
         *(ROOT / "runtime/setup").glob("*.py"), *(ROOT / "runtime/backends").rglob("*.py"),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torch import Tensor, nn
 
@@ -21,27 +18,25 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("model", "fault"), [(lambda x: x, "it is no torch.nn.Module"), (Model, "it is a class")]
 )
-def test_what_is_no_model_is_refused(
-    make_ready: Callable[..., Any], model: Any, fault: str
-) -> None:
+def test_what_is_no_model_is_refused(make_ready, model, fault):
     with pytest.raises(InvalidSetting, match=f"setting model = .*{fault}"):
         make_ready(model, Config(inputs={"x": "float32[num_tokens]"}, cache=False))
 
 
-def test_inputs_must_state_the_number_of_tokens() -> None:
+def test_inputs_must_state_the_number_of_tokens():
     with pytest.raises(InvalidSetting, match="setting inputs .* a dimension num_tokens"):
         Config(inputs={"ids": "int64[tokens]"})
 
 
 @pytest.mark.compile
-def test_an_input_that_the_model_does_not_read_states_nothing() -> None:
+def test_an_input_that_the_model_does_not_read_states_nothing():
     inputs = {"x": "float32[4]", "unused": "int64[num_tokens]"}
     with pytest.raises(InvalidSetting, match="no input that the model reads"):
         prepare(Model(), Config(inputs=inputs, compiler="eager", cache=False))
 
 
 @pytest.mark.compile
-def test_the_report_lists_the_ranges_that_have_code_of_their_own() -> None:
+def test_the_report_lists_the_ranges_that_have_code_of_their_own():
     config = Config(
         inputs={"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"},
         codegen={"ranges": (8, 16), "sizes": (4,)},

@@ -280,7 +280,7 @@ class Steps:
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.heavy) for seed in range(4, 60))]
 )
-def test_random_steps_of_a_random_model_equal_eager(seed: int) -> None:
+def test_random_steps_of_a_random_model_equal_eager(seed):
     torch.manual_seed(seed)
     steps = Steps(random.Random(seed))
     try:

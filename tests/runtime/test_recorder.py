@@ -63,7 +63,7 @@ def kinds(recording: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_failure_24_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
+def test_failure_24_replay_computes_the_function_on_changed_inputs(rig, breaks):
     x = rig.rand(3, 4)
     recording = rig.record(layers, x, breaks=breaks)
     for _ in range(3):
@@ -72,19 +72,19 @@ def test_failure_24_replay_computes_the_function_on_changed_inputs(rig: Any, bre
         assert_close(recording.outputs, layers_by_hand(x))
 
 
-def test_piecewise_alternates_graphs_and_eager_calls(rig: Any) -> None:
+def test_piecewise_alternates_graphs_and_eager_calls(rig):
     recording = rig.record(layers, rig.rand(3, 4))
     assert kinds(recording) == [GRAPH, EAGER, GRAPH, EAGER, GRAPH]
     assert len(recording.calls) == 5
 
 
-def test_full_is_one_graph(rig: Any) -> None:
+def test_full_is_one_graph(rig):
     recording = rig.record(layers, rig.rand(3, 4), breaks=False)
     assert kinds(recording) == [GRAPH]
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_capture_executes_nothing_beyond_the_warm_up_run(rig: Any, breaks: bool) -> None:
+def test_a_capture_executes_nothing_beyond_the_warm_up_run(rig, breaks):
     """An emulation must run what the next graph of a PIECEWISE recording depends on."""
     captured, eager = rig.rand(2).zero_(), rig.rand(2).zero_()
 
@@ -106,7 +106,7 @@ def test_a_capture_executes_nothing_beyond_the_warm_up_run(rig: Any, breaks: boo
     assert recording.outputs.tolist() == [2 * (runs + 1)] * 2
 
 
-def test_a_full_graph_is_not_replayed_in_its_capture(make_replay_rig: Any) -> None:
+def test_a_full_graph_is_not_replayed_in_its_capture(make_replay_rig):
     rig = make_replay_rig()
     recording = rig.record(layers, rig.rand(3, 4), breaks=False)
     assert rig.backend.counters["replays"] == 0
@@ -114,7 +114,7 @@ def test_a_full_graph_is_not_replayed_in_its_capture(make_replay_rig: Any) -> No
     assert rig.backend.counters["replays"] == 1
 
 
-def test_splitting_ops_that_differ_from_those_of_the_warm_up_run_fail_the_capture(rig: Any) -> None:
+def test_splitting_ops_that_differ_from_those_of_the_warm_up_run_fail_the_capture(rig):
     runs: list[int] = []
 
     def step(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_splitting_ops_that_differ_from_those_of_the_warm_up_run_fail_the_captur
         rig.record(step, rig.rand(3))
 
 
-def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig: Any) -> None:
+def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig):
     @break_graph
     def between() -> None:
         pass
@@ -151,14 +151,14 @@ def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig: Any) -> None:
         (torch.nn.Softmax(0), "Softmax"),
     ],
 )
-def test_eager_calls_have_readable_names(make_replay_rig: Any, fn: Any, name: str) -> None:
+def test_eager_calls_have_readable_names(make_replay_rig, fn, name):
     call = break_graph(fn)
     args = (0,) if isinstance(fn, torch._ops.OpOverload) else ()
     recording = make_replay_rig().record(lambda x: call(x * 2, *args), torch.rand(3))
     assert recording.segments[1].copied == [name]
 
 
-def test_an_eager_call_sees_what_the_graph_before_it_computed(rig: Any) -> None:
+def test_an_eager_call_sees_what_the_graph_before_it_computed(rig):
     seen = []
 
     @break_graph
@@ -177,7 +177,7 @@ def test_an_eager_call_sees_what_the_graph_before_it_computed(rig: Any) -> None:
     assert {tuple(values) for values in seen} == {(6, 6)}
 
 
-def test_consecutive_splitting_calls_share_one_segment(rig: Any) -> None:
+def test_consecutive_splitting_calls_share_one_segment(rig):
     def step(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         attend(x, out)
@@ -189,7 +189,7 @@ def test_consecutive_splitting_calls_share_one_segment(rig: Any) -> None:
     assert recording.segments[0].operations == 2
 
 
-def test_views_and_unwritten_memory_make_no_graph(rig: Any) -> None:
+def test_views_and_unwritten_memory_make_no_graph(rig):
     def step(x: Tensor) -> Tensor:
         out = torch.empty_like(x[0])
         attend(x.view(2, 3).t()[:, 1], out)
@@ -204,9 +204,7 @@ def test_views_and_unwritten_memory_make_no_graph(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])  # at the capture only
-def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(
-    rig: Any, inference: bool
-) -> None:
+def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig, inference):
     def step(x: Tensor) -> Tensor:
         return attend_fresh(x * 2) + 1
 
@@ -222,7 +220,7 @@ def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(
     assert event.facts["copied_results"] == ["attend_fresh"]
 
 
-def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig: Any) -> None:
+def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig):
     pages = [rig.rand(3).fill_(1), rig.rand(3).fill_(2)]
 
     @break_graph
@@ -237,7 +235,7 @@ def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig: Any) 
     assert sorted(page.tolist() for page in pages) == [[1] * 3, [2] * 3]
 
 
-def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
+def test_several_results_in_tuples_and_dicts_are_copied(rig):
     @break_graph
     def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
         return x + 1, {"twice": x * 2}, None, 7
@@ -255,9 +253,7 @@ def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "value", "count"])
-def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
-    rig: Any, change: str
-) -> None:
+def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(rig, change):
     changed = {}
 
     @break_graph
@@ -277,7 +273,7 @@ def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
         recording.replay()
 
 
-def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig: Any) -> None:
+def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig):
     fresh = []
 
     @break_graph
@@ -291,7 +287,7 @@ def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig: Any) -> N
         recording.replay()
 
 
-def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
+def test_a_result_that_is_an_argument_is_not_copied(rig):
     @break_graph
     def in_place(x: Tensor) -> Tensor:
         return x.add_(1)
@@ -304,7 +300,7 @@ def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
     assert_close(recording.outputs, x * 2 + 2)
 
 
-def test_eager_arguments_may_be_views_lists_and_keywords(rig: Any) -> None:
+def test_eager_arguments_may_be_views_lists_and_keywords(rig):
     @break_graph
     def mix(parts: list[Tensor], *, out: Tensor, scale: float) -> None:
         out.copy_((parts[0] + parts[1]) * scale)
@@ -322,14 +318,14 @@ def test_eager_arguments_may_be_views_lists_and_keywords(rig: Any) -> None:
     assert_close(recording.outputs, (x[:, :2] + x[:, 2:]) * 6 - 1)
 
 
-def test_outputs_keep_their_form(rig: Any) -> None:
+def test_outputs_keep_their_form(rig):
     x = rig.rand(2)
     recording = rig.record(lambda x: {"a": (x + 1, None), "b": [x]}, x)
     assert recording.outputs["a"][1] is None
     assert recording.outputs["b"][0] is x
 
 
-def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig: Any) -> None:
+def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig):
     @break_graph
     def attend_by_metadata(q: Tensor) -> Tensor:
         return q * get_forward_context().metadata
@@ -343,7 +339,7 @@ def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig: Any)
         assert_close(recording.outputs, (x + 1) * metadata - 1)
 
 
-def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig: Any) -> None:
+def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig):
     def split(x: Tensor) -> Tensor:
         return x * get_forward_context().num_tokens
 
@@ -355,12 +351,12 @@ def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig: Any) -> None:
     assert_close(recording.outputs, x * 8)
 
 
-def test_splitting_functions_are_plain_outside_a_recording(rig: Any) -> None:
+def test_splitting_functions_are_plain_outside_a_recording(rig):
     x = rig.rand(3)
     assert_close(attend_fresh(x), x.cumsum(0))
 
 
-def test_a_splitting_call_inside_a_splitting_call_is_part_of_it(rig: Any) -> None:
+def test_a_splitting_call_inside_a_splitting_call_is_part_of_it(rig):
     @break_graph
     def outer(x: Tensor) -> Tensor:
         return attend_fresh(opaque_piece(torch.neg)(x))
@@ -373,14 +369,14 @@ def test_a_splitting_call_inside_a_splitting_call_is_part_of_it(rig: Any) -> Non
     assert_close(recording.outputs, (-2 * x).cumsum(0) + 1)
 
 
-def test_recordings_do_not_nest(rig: Any) -> None:
+def test_recordings_do_not_nest(rig):
     inner = rig.record
 
     with pytest.raises(NestedCapture):
         rig.record(lambda x: inner(layers, x), rig.rand(3, 4))
 
 
-def test_w2_one_function_serves_full_and_piecewise(rig: Any) -> None:
+def test_w2_one_function_serves_full_and_piecewise(rig):
     x = rig.rand(3, 4)
     recordings = [rig.record(layers, x, breaks=breaks) for breaks in (True, False, True)]
     assert [len(recording.graphs) for recording in recordings] == [3, 1, 3]
@@ -390,7 +386,7 @@ def test_w2_one_function_serves_full_and_piecewise(rig: Any) -> None:
         assert_close(recording.outputs, layers_by_hand(x))
 
 
-def test_w14_no_capture_outside_a_session(rig: Any) -> None:
+def test_w14_no_capture_outside_a_session(rig):
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         pass
     with pytest.raises(CaptureFailed) as caught:
@@ -398,7 +394,7 @@ def test_w14_no_capture_outside_a_session(rig: Any) -> None:
     assert isinstance(caught.value.__cause__, NoCaptureSession)
 
 
-def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
+def test_a_released_recording_refuses_to_replay(rig):
     recording = rig.record(layers, rig.rand(3, 4))
     recording.release()
     recording.release()
@@ -407,7 +403,7 @@ def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
         recording.replay()
 
 
-def test_two_threads_record_and_replay_independently(rig: Any) -> None:
+def test_two_threads_record_and_replay_independently(rig):
     wrong: list[BaseException] = []
 
     def work(factor: float) -> None:
@@ -434,7 +430,7 @@ def test_two_threads_record_and_replay_independently(rig: Any) -> None:
     assert not wrong
 
 
-def test_facts_of_a_recording_are_reported(rig: Any) -> None:
+def test_facts_of_a_recording_are_reported(rig):
     recording = rig.record(layers, rig.rand(3, 4))
     (event,) = rig.events.named("capture.recorded")
     assert event.facts["segments"] == 5

@@ -46,7 +46,7 @@ def library() -> Iterator[Any]:
     lib._destroy()
 
 
-def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig: Any) -> None:
+def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig):
     """As partitions of one graph do: both runs of a capture find the same in them."""
     weight = torch.rand(4, 2)
     index, wide = torch.tensor([3, 1]), torch.ones(2, 1).expand(2, 3)
@@ -70,7 +70,7 @@ def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig: Any) -
         assert_close(recording.outputs, weight[index] + 6)
 
 
-def test_a_capture_does_not_execute() -> None:
+def test_a_capture_does_not_execute():
     state = torch.ones(3)
 
     def step(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_a_capture_does_not_execute() -> None:
     assert result.tolist() == [18, 16, 16]
 
 
-def test_python_runs_once_and_not_at_replay() -> None:
+def test_python_runs_once_and_not_at_replay():
     runs = []
 
     def step(x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_python_runs_once_and_not_at_replay() -> None:
     assert result.tolist() == [1, 1]
 
 
-def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library: Any) -> None:
+def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library):
     runs = []
 
     def attention(q: Tensor, out: Tensor) -> None:
@@ -122,7 +122,7 @@ def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library: Any
     assert_close(out, q.softmax(-1).view(-1))
 
 
-def test_an_op_without_operators_inside_is_one_operation(library: Any) -> None:
+def test_an_op_without_operators_inside_is_one_operation(library):
     def double(x: Tensor) -> Tensor:
         return torch.from_numpy(x.numpy() * 2)
 
@@ -136,7 +136,7 @@ def test_an_op_without_operators_inside_is_one_operation(library: Any) -> None:
     assert (graph.operations, result.tolist()) == (1, [10, 10, 10])
 
 
-def test_views_of_every_kind_follow_their_base() -> None:
+def test_views_of_every_kind_follow_their_base():
     def step(x: Tensor) -> Any:
         y = x * 1
         whole, half = y.t().reshape(-1), y.view(-1)[:3]
@@ -151,7 +151,7 @@ def test_views_of_every_kind_follow_their_base() -> None:
         assert torch.equal(mine, true)
 
 
-def test_a_view_made_in_place_is_no_operation() -> None:
+def test_a_view_made_in_place_is_no_operation():
     x = torch.rand(2, 3)
     graph, got = capture(lambda x: (x * 2).t_().unsqueeze_(0), x)
     assert graph.operations == 1
@@ -160,7 +160,7 @@ def test_a_view_made_in_place_is_no_operation() -> None:
     assert torch.equal(got, (x * 2).t()[None])
 
 
-def test_advanced_indexing_with_numbers_is_recorded() -> None:
+def test_advanced_indexing_with_numbers_is_recorded():
     table, index = torch.rand(5, 2), torch.tensor([1, 3])
     graph, got = capture(lambda i: table[i], index)
     index.copy_(torch.tensor([4, 0]))
@@ -180,12 +180,12 @@ def test_advanced_indexing_with_numbers_is_recorded() -> None:
         lambda x: x.unique(),
     ],
 )
-def test_a_host_read_fails_the_capture(read: Any, make_replay_rig: Any) -> None:
+def test_a_host_read_fails_the_capture(read, make_replay_rig):
     with pytest.raises(CaptureFailed, match="on the host inside a captured region"):
         make_replay_rig().record(lambda x: read(x * 2), torch.rand(3))
 
 
-def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig: Any) -> None:
+def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig):
     def careless(x: Tensor) -> Tensor:
         try:
             return x * x.sum().item()
@@ -196,7 +196,7 @@ def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig: Any) -> No
         make_replay_rig().record(careless, torch.rand(3))
 
 
-def test_an_opaque_piece_is_one_operation(make_replay_rig: Any) -> None:
+def test_an_opaque_piece_is_one_operation(make_replay_rig):
     piece = opaque_piece(lambda x: (x.exp().log() * 3, x.sum()))
     x = torch.rand(3)
     recording = make_replay_rig().record(lambda x: piece(x * 2), x)
@@ -206,7 +206,7 @@ def test_an_opaque_piece_is_one_operation(make_replay_rig: Any) -> None:
     assert_close(recording.outputs, (x * 6, (x * 2).sum()))
 
 
-def test_an_opaque_piece_may_write_its_arguments_and_return_them(make_replay_rig: Any) -> None:
+def test_an_opaque_piece_may_write_its_arguments_and_return_them(make_replay_rig):
     def fused_add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         residual.add_(x)
         return residual * 2, residual
@@ -220,7 +220,7 @@ def test_an_opaque_piece_may_write_its_arguments_and_return_them(make_replay_rig
     assert recording.outputs[0].tolist() == [6, 6]
 
 
-def test_an_opaque_piece_that_returns_a_weight_keeps_it(make_replay_rig: Any) -> None:
+def test_an_opaque_piece_that_returns_a_weight_keeps_it(make_replay_rig):
     weight = torch.ones(2)
     rig = make_replay_rig(poison_before_replay=True)
     recording = rig.record(opaque_piece(lambda x: (weight, x * 2)), torch.ones(2))
@@ -228,7 +228,7 @@ def test_an_opaque_piece_that_returns_a_weight_keeps_it(make_replay_rig: Any) ->
     assert weight.tolist() == [1, 1]
 
 
-def test_replaying_a_view_of_inference_memory_needs_no_mode(make_replay_rig: Any) -> None:
+def test_replaying_a_view_of_inference_memory_needs_no_mode(make_replay_rig):
     x = torch.ones(2)
     recording = make_replay_rig().record(lambda x: x + 1, x)
     with torch.inference_mode(False):
@@ -239,13 +239,13 @@ def test_replaying_a_view_of_inference_memory_needs_no_mode(make_replay_rig: Any
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
 )
-def test_poison_is_not_a_number(dtype: torch.dtype) -> None:
+def test_poison_is_not_a_number(dtype):
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor.to(torch.complex64).isnan().all()
 
 
-def test_poisoned_indices_are_out_of_every_range() -> None:
+def test_poisoned_indices_are_out_of_every_range():
     index = torch.zeros(3, dtype=torch.int64)
     poison(index)
     with pytest.raises(IndexError):
@@ -253,13 +253,13 @@ def test_poisoned_indices_are_out_of_every_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
-def test_poison_differs_from_new_memory(dtype: torch.dtype) -> None:
+def test_poison_differs_from_new_memory(dtype):
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor.bool().all()
 
 
-def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
+def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig):
     @break_graph
     def attend_real_rows(q: Tensor, out: Tensor) -> None:
         out[:2] = q[:2]
@@ -275,9 +275,7 @@ def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_ri
     assert recording.outputs.isnan().tolist() == [False, False, True]
 
 
-def test_failure_27_poison_shows_rows_that_only_an_earlier_replay_wrote(
-    make_replay_rig: Any,
-) -> None:
+def test_failure_27_poison_shows_rows_that_only_an_earlier_replay_wrote(make_replay_rig):
     rows = [3]
 
     @break_graph
@@ -297,7 +295,7 @@ def test_failure_27_poison_shows_rows_that_only_an_earlier_replay_wrote(
         assert recording.outputs.isnan().tolist() == [False, False, poisons]
 
 
-def test_operations_are_counted(make_replay_rig: Any) -> None:
+def test_operations_are_counted(make_replay_rig):
     rig = make_replay_rig()
     recording = rig.record(lambda x: (x + 1).view(1, -1) * 2, torch.ones(2))
     before = rig.backend.counters["operations"]
@@ -305,7 +303,7 @@ def test_operations_are_counted(make_replay_rig: Any) -> None:
     assert rig.backend.counters["operations"] - before == recording.operations == 2
 
 
-def test_failures_are_injected_at_the_asked_capture(make_replay_rig: Any) -> None:
+def test_failures_are_injected_at_the_asked_capture(make_replay_rig):
     rig = make_replay_rig(failing_captures=frozenset({2}), exhausting_captures=frozenset({3}))
     x = torch.ones(2)
     rig.record(torch.neg, x)
@@ -316,9 +314,7 @@ def test_failures_are_injected_at_the_asked_capture(make_replay_rig: Any) -> Non
     rig.record(torch.neg, x)
 
 
-def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(
-    make_replay_rig: Any,
-) -> None:
+def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(make_replay_rig):
     scratch = torch.ones(2)
     strict, lax = make_replay_rig(fail_on_moved_inputs=True), make_replay_rig()
     recordings = [rig.record(lambda x: x * scratch, torch.ones(2)) for rig in (strict, lax)]
@@ -329,7 +325,7 @@ def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(
     assert recordings[1].outputs.tolist() == [1, 1]
 
 
-def test_pool_memory_is_shared_between_recordings_that_are_finalized(make_replay_rig: Any) -> None:
+def test_pool_memory_is_shared_between_recordings_that_are_finalized(make_replay_rig):
     rig = make_replay_rig(graph_bytes=100)
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         big = record(torch.neg, (torch.ones(50),), session, name="big", breaks=False)
@@ -344,7 +340,7 @@ def test_pool_memory_is_shared_between_recordings_that_are_finalized(make_replay
     assert rig.backend.memory().used == 0
 
 
-def test_the_modeled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
+def test_the_modeled_limit_is_an_out_of_memory(make_replay_rig):
     rig = make_replay_rig(limit=150)
     kept = rig.record(torch.neg, torch.ones(20))
     with pytest.raises(CaptureOutOfMemory, match="would exceed the modeled limit"):
@@ -356,9 +352,7 @@ def test_the_modeled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
     kept.replay()
 
 
-def test_failure_34_trial_captures_in_a_pool_of_their_own_leave_nothing(
-    make_replay_rig: Any,
-) -> None:
+def test_failure_34_trial_captures_in_a_pool_of_their_own_leave_nothing(make_replay_rig):
     rig = make_replay_rig()
     kept = rig.record(torch.neg, torch.ones(10))
     used = rig.backend.memory().used

@@ -71,7 +71,7 @@ steps = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0
     inference=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_replay_equals_the_program(program: Any, breaks: bool, inference: bool, seed: int) -> None:
+def test_replay_equals_the_program(program, breaks, inference, seed):
     torch.manual_seed(seed)
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), WRONG, ids=str)
-def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_fails_in_config(settings, message):
     with pytest.raises(PiecegraphError) as caught:
         Config(**settings)
     assert isinstance(caught.value, ConfigError | CaptureSizeInvalid)
@@ -88,17 +88,17 @@ def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str)
         ("captures_per_step", "strategy.captures_per_step"),
     ],
 )
-def test_a_setting_of_an_object_is_found_by_its_own_name(name: str, meant: str) -> None:
+def test_a_setting_of_an_object_is_found_by_its_own_name(name, meant):
     with pytest.raises(UnknownSetting, match=f"did you mean '{meant}'"):
         Config(**{name: 1})
 
 
-def test_a_changed_copy_is_checked_too() -> None:
+def test_a_changed_copy_is_checked_too():
     with pytest.raises(UnknownSetting, match=r"did you mean 'steps\.memory_limit'"):
         Config().changed(steps={"memory_limits": 2})
 
 
-def test_a_change_of_an_object_keeps_its_other_settings() -> None:
+def test_a_change_of_an_object_keeps_its_other_settings():
     config = Config(tracing={"guards": "check", "min_num_tokens": 4})
     assert config.changed(tracing={"min_num_tokens": 8}).tracing.guards.value == "check"
     assert config.changed(tracing=Tracing(min_num_tokens=8)).tracing.guards.value == "prove"
@@ -107,7 +107,7 @@ def test_a_change_of_an_object_keeps_its_other_settings() -> None:
     assert dotted.changed(**{"steps.padding.y": 0}).steps.padding == {"x": -1, "y": 0}
 
 
-def test_a_strategy_is_a_name_or_an_object_with_its_own_settings() -> None:
+def test_a_strategy_is_a_name_or_an_object_with_its_own_settings():
     assert Config().strategy == Eager()
     lazy = Config(strategy="lazy", max_num_tokens=16)
     assert lazy.strategy == Lazy()
@@ -120,13 +120,13 @@ def test_a_strategy_is_a_name_or_an_object_with_its_own_settings() -> None:
         Delayed(max_bytes=3)
 
 
-def test_the_cache_is_off_on_or_an_object() -> None:
+def test_the_cache_is_off_on_or_an_object():
     assert Config(cache=False).cache is False
     assert Config(cache=True) == Config() == Config(cache=CacheSettings())
     assert Config(cache=False).changed(**{"cache.max_bytes": 3}).cache == CacheSettings(max_bytes=3)
 
 
-def test_an_error_pickles_even_if_a_fact_does_not() -> None:
+def test_an_error_pickles_even_if_a_fact_does_not():
     with pytest.raises(UnknownSetting) as caught:
         Config(foo=1)
     local: Any = lambda: None  # noqa: E731
@@ -136,7 +136,7 @@ def test_an_error_pickles_even_if_a_fact_does_not() -> None:
     assert again.facts["local"] == repr(local)
 
 
-def test_help_on_all_settings_is_one_screen() -> None:
+def test_help_on_all_settings_is_one_screen():
     lines = pydoc.plain(pydoc.render_doc(Config)).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines[3:])) <= 88
@@ -146,7 +146,7 @@ def test_help_on_all_settings_is_one_screen() -> None:
 
 
 @pytest.mark.parametrize("part", [*OBJECTS, Eager, Delayed, Lazy, CacheSettings, LayerConfig])
-def test_help_on_an_object_shows_each_setting_with_its_default_and_meaning(part: Any) -> None:
+def test_help_on_an_object_shows_each_setting_with_its_default_and_meaning(part):
     text = pydoc.plain(pydoc.render_doc(part))
     assert len(text.splitlines()) <= 75
     docstrings = field_docstrings(part)
@@ -155,7 +155,7 @@ def test_help_on_an_object_shows_each_setting_with_its_default_and_meaning(part:
         assert f" |  {name}" in text
 
 
-def test_sources_are_read_for_help_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_are_read_for_help_alone(monkeypatch):
     """Finding the source of a class takes a time that grows with the modules of the process."""
     with monkeypatch.context() as patched:
         patched.setattr(inspect, "getmodule", lambda *_: pytest.fail("looked through all modules"))
@@ -177,6 +177,6 @@ def test_sources_are_read_for_help_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("settings", [{}, {"level": 0}, {"compiler": "eager", "level": 1}])
-def test_w18_resolving_settings_twice_changes_nothing(settings: dict[str, Any]) -> None:
+def test_w18_resolving_settings_twice_changes_nothing(settings):
     once = resolve_config(Config(**settings))
     assert resolve_config(once) == once

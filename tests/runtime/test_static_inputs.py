@@ -31,7 +31,7 @@ def load(bound: BoundInputs, tensors: tuple[torch.Tensor, ...], real: tuple[int,
     bound.loader(real)(tensors)
 
 
-def test_real_rows_are_copied_and_padding_is_written() -> None:
+def test_real_rows_are_copied_and_padding_is_written():
     bound = bind(IDS, HIDDEN, POSITIONS)
     for view in bound.views:
         view.fill_(99)
@@ -43,7 +43,7 @@ def test_real_rows_are_copied_and_padding_is_written() -> None:
     assert bound.views[2].tolist() == [[0, 1, 1, 1], [2, 3, 3, 3], [4, 5, 5, 5]]
 
 
-def test_failure_25_padding_is_written_at_every_step() -> None:
+def test_failure_25_padding_is_written_at_every_step():
     bound = bind(IDS)
     load(bound, (torch.tensor([1, 2, 3, 4]),), (4,))
     load(bound, (torch.tensor([9]),), (1,))
@@ -58,9 +58,7 @@ def new_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_failure_26_padding_is_finite_from_the_first_step_on(
-    new_memory_is_nan: None,
-) -> None:
+def test_failure_26_padding_is_finite_from_the_first_step_on(new_memory_is_nan):
     keep = PaddingPolicy(Padding.KEEP)
     bound = bind(StaticInputSpec("kept", ("num_tokens",), torch.float32, keep))
     load(bound, (torch.ones(2),), (2,))
@@ -69,21 +67,21 @@ def test_failure_26_padding_is_finite_from_the_first_step_on(
     assert bound.views[0].tolist() == [2, 1, 0, 0]
 
 
-def test_failure_29_a_sentinel_is_what_the_engine_reserves() -> None:
+def test_failure_29_a_sentinel_is_what_the_engine_reserves():
     sentinel = PaddingPolicy(Padding.SENTINEL, 1024)
     bound = bind(StaticInputSpec("slots", ("num_tokens",), torch.int64, sentinel))
     load(bound, (torch.tensor([3]),), (1,))
     assert bound.views[0].tolist() == [3, 1024, 1024, 1024]
 
 
-def test_nothing_real_pads_everything() -> None:
+def test_nothing_real_pads_everything():
     bound = bind(POSITIONS)
     bound.views[0].fill_(9)
     load(bound, (torch.zeros(3, 0, dtype=torch.int64),), (0,))
     assert bound.views[0].tolist() == [[0] * 4] * 3
 
 
-def test_w20_any_dimension_and_any_order_of_sizes() -> None:
+def test_w20_any_dimension_and_any_order_of_sizes():
     inputs = StaticInputs([POSITIONS], {"num_tokens": 8}, CPU)
     small, large = inputs.at({"num_tokens": 2}), inputs.at({"num_tokens": 8})
     for bound, size in ((small, 2), (large, 8), (small, 2)):
@@ -98,25 +96,25 @@ def test_w20_any_dimension_and_any_order_of_sizes() -> None:
     "buffer",
     [torch.zeros(7, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.zeros(8, 1)],
 )
-def test_an_owned_buffer_of_another_form_is_refused(buffer: torch.Tensor) -> None:
+def test_an_owned_buffer_of_another_form_is_refused(buffer):
     with pytest.raises(InputMismatch, match=r"'ids' .*prepared for torch.int64 \(8,\) on cpu"):
         bind(IDS, owned={"ids": buffer})
 
 
-def test_more_rows_than_the_padded_size_are_refused_by_name() -> None:
+def test_more_rows_than_the_padded_size_are_refused_by_name():
     bound = bind(IDS)
     with pytest.raises(SizeOutOfRange, match="num_tokens = 5 .*0, 4"):
         load(bound, (torch.zeros(5, dtype=torch.int64),), (5,))
 
 
-def test_buffers_made_in_inference_mode_are_loaded_outside_of_it() -> None:
+def test_buffers_made_in_inference_mode_are_loaded_outside_of_it():
     with torch.inference_mode():
         bound = bind(IDS)
     load(bound, (torch.tensor([1, 2]),), (2,))
     assert bound.views[0].tolist() == [1, 2, -1, -1]
 
 
-def test_an_owned_buffer_is_not_copied_and_is_padded() -> None:
+def test_an_owned_buffer_is_not_copied_and_is_padded():
     buffer = torch.full((8,), 7)
     bound = bind(IDS, owned={"ids": buffer})
     buffer[:2] = torch.tensor([1, 2])
@@ -125,7 +123,7 @@ def test_an_owned_buffer_is_not_copied_and_is_padded() -> None:
     assert buffer.tolist() == [1, 2, -1, -1, 7, 7, 7, 7]
 
 
-def test_failure_12_another_buffer_than_the_owned_one_is_an_error() -> None:
+def test_failure_12_another_buffer_than_the_owned_one_is_an_error():
     bound = bind(IDS, owned={"ids": torch.zeros(8, dtype=torch.int64)})
     with pytest.raises(MovedTensor, match="input 'ids'"):
         load(bound, (torch.zeros(2, dtype=torch.int64),), (2,))
@@ -135,7 +133,7 @@ paddings = st.sampled_from(Padding)
 
 
 @given(st.data(), paddings, st.sampled_from([("a", "b"), ("b", 2, "a"), (2, "a"), ("a", "b", "a")]))
-def test_any_loads_equal_padding_by_hand(data: Any, padding: Padding, dims: Any) -> None:
+def test_any_loads_equal_padding_by_hand(data, padding, dims):
     """Two padded sizes share the memory; each load leaves the padding of its own real sizes."""
     limits = {"a": 5, "b": 4}
     policy = PaddingPolicy(padding, 7 if padding is Padding.SENTINEL else 0)
@@ -168,7 +166,7 @@ def padded_by_hand(expected: torch.Tensor, x: torch.Tensor, padding: Padding) ->
     return expected
 
 
-def test_padding_that_is_still_there_is_not_written_again() -> None:
+def test_padding_that_is_still_there_is_not_written_again():
     bound = bind(IDS)
     view, loaders = bound.views[0], [bound.loader((n,)) for n in range(5)]
     loaders[1]((torch.tensor([9]),))
@@ -184,7 +182,7 @@ def test_padding_that_is_still_there_is_not_written_again() -> None:
     assert view.tolist() == [9, -1, -1, -1]
 
 
-def test_a_load_that_fails_leaves_no_padding_to_rely_on() -> None:
+def test_a_load_that_fails_leaves_no_padding_to_rely_on():
     buffer = torch.zeros(8, dtype=torch.int64)
     owned = StaticInputSpec("owned", ("num_tokens",), torch.int64)
     bound = bind(IDS, owned, owned={"owned": buffer})

@@ -27,7 +27,7 @@ def watched(watch: TensorTracker, fn: Any, *args: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_results_are_made_and_arguments_are_found(watch: TensorTracker, mode: Any) -> None:
+def test_results_are_made_and_arguments_are_found(watch, mode):
     with mode():
         x, weight = torch.rand(2, 3), torch.rand(4, 3)
         result = watched(watch, lambda x: torch.nn.functional.linear(x, weight).view(-1), x)
@@ -36,9 +36,7 @@ def test_results_are_made_and_arguments_are_found(watch: TensorTracker, mode: An
         assert found == {x.data_ptr(), weight.data_ptr()}
 
 
-def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
-    watch: TensorTracker, temporary_op: Any
-) -> None:
+def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(watch, temporary_op):
     metadata = torch.rand(3)
 
     def attend(q: Tensor, out: Tensor) -> None:
@@ -51,7 +49,7 @@ def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
     assert found == {q.data_ptr(), out.data_ptr(), metadata.data_ptr()}
 
 
-def test_arguments_and_results_of_a_piece_are_seen_not_its_inside(watch: TensorTracker) -> None:
+def test_arguments_and_results_of_a_piece_are_seen_not_its_inside(watch):
     hidden, x = torch.rand(3), torch.rand(3)
     result, same = watched(watch, lambda x: watch.opaque(lambda x: (x * hidden, x), (x,)), x)
     assert watch.ownership.is_made(result)
@@ -59,6 +57,6 @@ def test_arguments_and_results_of_a_piece_are_seen_not_its_inside(watch: TensorT
     assert [tensor.data_ptr() for tensor in found_by(watch.ownership)] == [x.data_ptr()]
 
 
-def test_nothing_is_seen_after_the_stop(watch: TensorTracker) -> None:
+def test_nothing_is_seen_after_the_stop(watch):
     watched(watch, torch.neg, torch.rand(2))
     assert not watch.ownership.is_made(torch.rand(2).neg())

@@ -40,7 +40,7 @@ def step() -> Iterator[Halfway]:
     test.go_on.set()
 
 
-def test_what_was_replaced_is_put_back(step: Halfway) -> None:
+def test_what_was_replaced_is_put_back(step):
     """Between two checkpoints nothing ends the work, wherever it is."""
     before, after = sys.getswitchinterval(), list[str]()
 
@@ -62,7 +62,7 @@ def test_what_was_replaced_is_put_back(step: Halfway) -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step: Halfway) -> None:
+def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step):
     begun: list[str] = []
 
     def work() -> None:
@@ -81,7 +81,7 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step: Ha
     assert not begun
 
 
-def test_what_cannot_begin_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_begin_has_failed(monkeypatch):
     def fail() -> None:
         raise KeyError("torch._dynamo")
 
@@ -93,7 +93,7 @@ def test_what_cannot_begin_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert thread.failure == "'torch._dynamo'"
 
 
-def test_what_is_found_during_an_exchange_is_told_at_the_next(step: Halfway) -> None:
+def test_what_is_found_during_an_exchange_is_told_at_the_next(step):
     def work() -> str:
         with step.replaced():
             pass
@@ -134,13 +134,13 @@ begun.wait()
 
 
 @pytest.mark.slow
-def test_an_interpreter_ends_while_the_thread_is_in_torch() -> None:
+def test_an_interpreter_ends_while_the_thread_is_in_torch():
     """A daemon that torch lets go on after that aborts the process."""
     ended = subprocess.run([sys.executable, "-c", ENDS_MEANWHILE], capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_the_default_device_is_that_of_the_thread_that_starts_it() -> None:
+def test_the_default_device_is_that_of_the_thread_that_starts_it():
     seen: list[str] = []
     with torch.device("meta"):
         thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type), str)
@@ -150,7 +150,7 @@ def test_the_default_device_is_that_of_the_thread_that_starts_it() -> None:
     assert torch.empty(1).device.type == "cpu"
 
 
-def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it() -> None:
+def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it():
     """A trace with the defaults found no difference to a bundle that was made with them."""
 
     def settings() -> tuple[bool, torch.dtype]:
@@ -189,7 +189,7 @@ for _ in range(2):
 
 
 @pytest.mark.slow
-def test_a_trace_after_another_thread_has_ended() -> None:
+def test_a_trace_after_another_thread_has_ended():
     """Torch 2.11 for CUDA, without a device, ended the process: a guard ended with the thread."""
     ended = subprocess.run([sys.executable, "-c", TWO_TRACES], capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")

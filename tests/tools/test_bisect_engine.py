@@ -227,7 +227,7 @@ def find(fault: Fault, monkeypatch: pytest.MonkeyPatch, compiler: str = "eager")
     "fault",
     [pytest.param(f, id=f.what, marks=[pytest.mark.heavy] * (f.what not in QUICK)) for f in FAULTS],
 )
-def test_a_fault_of_an_engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_an_engine(fault, monkeypatch):
     finding = find(fault, monkeypatch)
     assert finding is not None
     line = finding.line()
@@ -238,5 +238,5 @@ def test_a_fault_of_an_engine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda fault: fault.what)
-def test_an_engine_that_is_right(control: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_is_right(control, monkeypatch):
     assert find(control, monkeypatch) is None

@@ -38,9 +38,7 @@ def contents(blocks: BlockManager, layers: Any) -> list[Any]:
     st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 20)), max_size=25),
     st.integers(0, 8),
 )
-def test_requests_find_their_contents_and_blocks_are_together(
-    num_blocks: int, actions: Any, threshold: int
-) -> None:
+def test_requests_find_their_contents_and_blocks_are_together(num_blocks, actions, threshold):
     blocks, layers, defragmenter = make(num_blocks, threshold)
     for grow, request, num_tokens in actions:
         blocks.grow(request, num_tokens) if grow else blocks.free(request)
@@ -57,7 +55,7 @@ def test_requests_find_their_contents_and_blocks_are_together(
         assert blocks.free_blocks == list(range(len(owned) + 1, num_blocks))
 
 
-def test_a_swap_has_at_most_512_pairs_and_the_rest_follows() -> None:
+def test_a_swap_has_at_most_512_pairs_and_the_rest_follows():
     blocks, layers, defragmenter = make(2001, 32)
     for request in range(2):
         blocks.grow(request, 2000)
@@ -71,7 +69,7 @@ def test_a_swap_has_at_most_512_pairs_and_the_rest_follows() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 40])
-def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks: int) -> None:
+def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
     _, layers, defragmenter = make(num_blocks, 0)
     parts = [part for layer in layers.values() for part in (layer.keys, layer.values)]
     before = [part.clone() for part in parts]
@@ -98,7 +96,7 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks: int) -> None:
     ],
     ids=str,
 )
-def test_tokens_and_graphs_are_those_without_it(options: dict[str, Any]) -> None:
+def test_tokens_and_graphs_are_those_without_it(options):
     served = {}
     for threshold in (None, 0):
         given_options: dict[str, Any] = {

@@ -220,7 +220,7 @@ SERVING: dict[str, Any] = {
 }
 
 
-def test_suggested_sizes_may_go_as_far_as_default_sizes_may() -> None:
+def test_suggested_sizes_may_go_as_far_as_default_sizes_may():
     def largest(**settings: Any) -> int:
         config = Config(**{**SERVING, "max_num_reqs": 16, **settings})
         limits: list[int] = []

@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "starts.md"
 @pytest.mark.compile
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
-def test_the_commands_of_the_page_start_another_machine_warm(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_start_another_machine_warm(tmp_path):
     """A server with the image and the public key serves; with another key it refuses."""
     section = PAGE.read_text().split("### From zero to a warm start")[1].split("\n### ")[0]
     build, copy, serve = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)

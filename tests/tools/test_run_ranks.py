@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,7 +42,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], li
 pytestmark = [pytest.mark.compile]
 
 
-def test_each_rank_serves_its_part_and_the_first_one_reports(scenes: Any) -> None:
+def test_each_rank_serves_its_part_and_the_first_one_reports(scenes):
     statuses, (first, second, written) = scenes[0]
     assert statuses == [0, 0], (first, second)
     report = json.loads(written)
@@ -56,14 +55,14 @@ def test_each_rank_serves_its_part_and_the_first_one_reports(scenes: Any) -> Non
     assert second == ""
 
 
-def test_ranks_that_differ_end_with_an_error_that_names_them(scenes: Any) -> None:
+def test_ranks_that_differ_end_with_an_error_that_names_them(scenes):
     statuses, printed = scenes[1]
     assert statuses == [3, 3]
     for rank, text in enumerate(printed):
         assert f"error on rank {rank}: rank 1 disagrees at 'start'" in text
 
 
-def test_a_rank_whose_steps_are_wrong_says_so(scenes: Any) -> None:
+def test_a_rank_whose_steps_are_wrong_says_so(scenes):
     statuses, printed = scenes[2]
     assert statuses == [1, 1]
     assert "verified" in printed[0]
@@ -71,7 +70,7 @@ def test_a_rank_whose_steps_are_wrong_says_so(scenes: Any) -> None:
     assert "verification FAILED at step 0" in printed[1]
 
 
-def test_a_rank_has_its_device_and_no_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_its_device_and_no_buckets(monkeypatch):
     assert of_rank(read_run_options(device="cuda")).device == "cuda"
     for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
@@ -82,7 +81,7 @@ def test_a_rank_has_its_device_and_no_buckets(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.heavy
-def test_torchrun_ends_all_ranks_if_one_fails(tmp_path: Path) -> None:
+def test_torchrun_ends_all_ranks_if_one_fails(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\n"

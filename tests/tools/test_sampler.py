@@ -52,9 +52,7 @@ def excess(counts: list[int], expected: list[float]) -> float:
 
 @pytest.mark.parametrize("vary", ["seed", "place"])
 @pytest.mark.parametrize("params", [*WARMED[1:], SamplingParams(0.9, top_k=12)])
-def test_10000_draws_have_the_distribution_of_the_plain_softmax(
-    params: SamplingParams, vary: str
-) -> None:
+def test_10000_draws_have_the_distribution_of_the_plain_softmax(params, vary):
     at = [(number, 3) if vary == "seed" else (3, number) for number in range(DRAWS)]
     settings = (params.temperature, params.top_k, params.top_p)
     draws = [(SamplingParams(*settings, seed=seed), place) for seed, place in at]
@@ -77,7 +75,7 @@ SETTINGS = st.builds(
 
 
 @given(st.lists(st.tuples(SETTINGS, st.integers(0, 10**6)), min_size=1, max_size=6), st.randoms())
-def test_a_row_is_drawn_as_it_would_be_alone(draws: Any, random: Any) -> None:
+def test_a_row_is_drawn_as_it_would_be_alone(draws, random):
     rows = torch.tensor([random.choices([0.0, 0.5, 1.0, 2.0], k=12) for _ in draws])
     sampler = Sampler(CPU)
     together = sampler.sample(rows, draws).tolist()
@@ -90,15 +88,13 @@ def test_a_row_is_drawn_as_it_would_be_alone(draws: Any, random: Any) -> None:
             assert token == row.argmax()
 
 
-def test_a_row_that_draws_from_all_tokens_keeps_even_the_rarest() -> None:
+def test_a_row_that_draws_from_all_tokens_keeps_even_the_rarest():
     """Its batch may be filtered because of other rows."""
     scores = torch.tensor([[0.0, -30.0, -40.0]])
     assert torch.equal(_filtered(scores, torch.tensor([[3.0]]), torch.tensor([[1.0]])), scores)
 
 
-def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(monkeypatch):
     calls: list[tuple[int, Any]] = []
     changed: list[int] = []
 
@@ -123,7 +119,7 @@ def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(
     assert changed[-1] == len(calls)  # it knows no batch of the warm-up
 
 
-def test_a_value_out_of_range_is_an_error() -> None:
+def test_a_value_out_of_range_is_an_error():
     with pytest.raises(InvalidSetting, match="top_p = 0: it is out of range"):
         SamplingParams(top_p=0)
 
@@ -166,11 +162,11 @@ MODES = ("none", "piecewise", "full-decode-only", "full-and-piecewise")
     ],
     ids=str,
 )
-def test_tokens_depend_on_seeds_alone(options: dict[str, Any]) -> None:
+def test_tokens_depend_on_seeds_alone(options):
     assert served(**options) == served_one_by_one()
 
 
-def test_each_request_of_a_trace_has_settings_in_turn_and_a_seed_of_its_own() -> None:
+def test_each_request_of_a_trace_has_settings_in_turn_and_a_seed_of_its_own():
     options = {"temperature": "0,0.7", "top_k": "5", "top_p": "1,0.9,0.5", "requests": 4}
     one, other = (
         [request.sampling for request in read_requests(read_run_options(seed=seed, **options))]

@@ -39,7 +39,7 @@ def test_a_terminal_s_width_cuts_no_word_of_a_header():
         assert word in text
 
 
-def test_executables_are_stated_by_mode_with_what_sharing_would_save() -> None:
+def test_executables_are_stated_by_mode_with_what_sharing_would_save():
     row = {"graphs": 6, "topologies": 2, "driver_bytes": 6144, "saved_bytes": 4096}
     (line,) = executable_lines({"FULL": row})
     assert line.startswith("FULL: 6 graphs of 2 topologies. The driver took 6.0 KiB;")

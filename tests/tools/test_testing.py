@@ -191,17 +191,17 @@ class Engine:
 
 
 @pytest.mark.heavy
-def test_an_engine_that_is_right_passes_in_each_mode(graph_case: GraphCase) -> None:
+def test_an_engine_that_is_right_passes_in_each_mode(graph_case):
     graph_case.check(lambda case: Engine(case, None))
 
 
 @pytest.mark.heavy
-def test_an_engine_that_waits_passes_delayed(delayed_graph_case: GraphCase) -> None:
+def test_an_engine_that_waits_passes_delayed(delayed_graph_case):
     delayed_graph_case.check(lambda case: Engine(case, None))
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_an_engine_that_is_right_passes(delay: bool) -> None:
+def test_an_engine_that_is_right_passes(delay):
     case = case_of("FULL_AND_PIECEWISE", "lazy", delay=delay)
     case.check(lambda case: Engine(case, None))
 
@@ -230,7 +230,7 @@ def faults_found(fault: str, mode: str, strategy: str, delay: bool = False) -> s
         ("cache reallocated", "MovedTensor: layers['kv'].cache moved"),
     ],
 )
-def test_what_a_tester_missed_is_caught_by_name(fault: str, message: str) -> None:
+def test_what_a_tester_missed_is_caught_by_name(fault, message):
     assert message in str(faults_found(fault, "FULL_AND_PIECEWISE", "eager"))
 
 
@@ -251,7 +251,7 @@ class Unreferenced(Engine):
 
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("fault", [None, "lens stale", "padding keeps slots"])
-def test_the_plugin_runs_the_plain_model_itself(fault: str | None, delay: bool) -> None:
+def test_the_plugin_runs_the_plain_model_itself(fault, delay):
     case, engine = case_of("FULL_AND_PIECEWISE", "eager", delay=delay), list[Any]()
 
     def make(case: GraphCase) -> Unreferenced:
@@ -276,7 +276,7 @@ def test_the_plugin_runs_the_plain_model_itself(fault: str | None, delay: bool) 
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_a_buffer_that_is_written_before_the_step_ran_is_caught_by_name(mode: str) -> None:
+def test_a_buffer_that_is_written_before_the_step_ran_is_caught_by_name(mode):
     """Only where work is delayed."""
     fault = "writes the next step early"
     assert faults_found(fault, mode, "eager") is None
@@ -287,7 +287,7 @@ def test_a_buffer_that_is_written_before_the_step_ran_is_caught_by_name(mode: st
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_of_an_engine_is_caught(fault: str) -> None:
+def test_each_fault_of_an_engine_is_caught(fault):
     cases = itertools.product(CASES, (False, True))
     caught = {(case, delay): faults_found(fault, *case, delay) for case, delay in cases}
     assert any(caught.values())

@@ -15,7 +15,7 @@ from piecegraph.tools.serve.requests import read_requests
 
 
 @pytest.mark.compile
-def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_contents_and_random_state_are_as_before(monkeypatch):
     before: dict[str, Any] = {}
     layers: dict[str, Any] = {}
     make, make_tasks = run.prepare, run._warmup_tasks

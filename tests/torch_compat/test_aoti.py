@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ def applied_to_itself(op: Callable[..., Any]) -> tuple[torch.fx.GraphModule, tor
 
 
 @pytest.mark.compile
-def test_libraries_are_compiled_and_loaded(tmp_path: Path) -> None:
+def test_libraries_are_compiled_and_loaded(tmp_path):
     before = settings.changed_settings()
     made = {}
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):

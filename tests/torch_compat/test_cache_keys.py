@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from piecegraph.compile.backends.inductor import toolchain_directory
@@ -14,9 +12,7 @@ from .test_inductor import doubled
 
 
 @pytest.mark.compile
-def test_sources_of_torch_and_triton_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_of_torch_and_triton_are_not_read(tmp_path, monkeypatch):
     from torch._inductor import codecache
 
     before = codecache.CacheBase.get_system

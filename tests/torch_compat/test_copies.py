@@ -210,7 +210,7 @@ YES, NO = (True, True, True), (False, False, False)
         *((Unlike(NO, (True, False, True)), 2), (Unlike(NO, (False, True, False)), 2)),
     ],
 )
-def test_copied_values_are_those_of_a_whole_trace(model: nn.Module, num_copied: int) -> None:
+def test_copied_values_are_those_of_a_whole_trace(model, num_copied):
     found, copied = captured(model)
     assert num_copied == copied
     assert values_of(found) == values_of(captured_whole(model))

@@ -11,7 +11,7 @@ import torch
 from piecegraph.torch_compat.basics import cuda
 
 
-def test_names_for_a_device_exist_without_one() -> None:
+def test_names_for_a_device_exist_without_one():
     names = ("_host_emptyCache", "_cuda_endAllocateToPool", "_cuda_clearCublasWorkspaces")
     for name in names:
         assert hasattr(torch._C, name) or not torch.cuda.is_available()
@@ -19,7 +19,7 @@ def test_names_for_a_device_exist_without_one() -> None:
         assert hasattr(torch.cuda.CUDAGraph, name)
 
 
-def test_object_that_is_kept_forever_gains_a_reference() -> None:
+def test_object_that_is_kept_forever_gains_a_reference():
     graph = object()
     before = sys.getrefcount(graph)
     cuda.keep_forever(graph)  # type: ignore[arg-type]
@@ -27,7 +27,7 @@ def test_object_that_is_kept_forever_gains_a_reference() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_graph_is_counted_and_replayed() -> None:
+def test_captured_graph_is_counted_and_replayed():
     x = torch.zeros(4, device="cuda")
     assert cuda.captured_graph() == (0, "")
     graph = torch.cuda.CUDAGraph()
@@ -43,7 +43,7 @@ def test_captured_graph_is_counted_and_replayed() -> None:
 
 
 @pytest.mark.gpu
-def test_a_stream_of_our_own_is_in_no_pool() -> None:
+def test_a_stream_of_our_own_is_in_no_pool():
     device = torch.cuda.current_device()
     lowest, highest = (torch.cuda.Stream(priority=each).priority for each in (0, -1))
     streams = [cuda.own_stream(device, priority) for priority in (lowest, highest)]
@@ -55,7 +55,7 @@ def test_a_stream_of_our_own_is_in_no_pool() -> None:
 
 
 @pytest.mark.gpu
-def test_allocations_stop_going_to_the_pool_of_an_invalid_capture() -> None:
+def test_allocations_stop_going_to_the_pool_of_an_invalid_capture():
     pool = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()

@@ -41,7 +41,7 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_its_generators_are_restored_once_it_is_in_use(xpu: Any) -> None:
+def test_its_generators_are_restored_once_it_is_in_use(xpu):
     with preserve_rng_state():
         xpu.seeds[0] = 8
     assert xpu.seeds == [7]
@@ -49,7 +49,7 @@ def test_its_generators_are_restored_once_it_is_in_use(xpu: Any) -> None:
     assert devices_in_use() == ("xpu", range(0))
 
 
-def test_its_autocast_is_kept(xpu: Any) -> None:
+def test_its_autocast_is_kept(xpu):
     assert autocast_devices() == ("cpu", "cuda", "xpu")
     torch.set_autocast_enabled("xpu", True)
     try:
@@ -59,7 +59,7 @@ def test_its_autocast_is_kept(xpu: Any) -> None:
     assert fn()
 
 
-def test_f6_its_key_names_the_device_and_not_the_cpu(xpu: Any) -> None:
+def test_f6_its_key_names_the_device_and_not_the_cpu(xpu):
     factors = device_factors(XPU)
     assert "Max 1550" in factors["is"]
     assert "12.60.7" in factors["is"]
@@ -68,7 +68,7 @@ def test_f6_its_key_names_the_device_and_not_the_cpu(xpu: Any) -> None:
     assert device_factors(XPU) != factors
 
 
-def test_f6_a_device_that_states_nothing_has_no_key(xpu: Any) -> None:
+def test_f6_a_device_that_states_nothing_has_no_key(xpu):
     del xpu.get_device_capability
     with pytest.raises(LookupError):
         device_facts(XPU)
@@ -76,11 +76,11 @@ def test_f6_a_device_that_states_nothing_has_no_key(xpu: Any) -> None:
         device_factors(XPU)
 
 
-def test_inductor_has_triton_for_all_but_two() -> None:
+def test_inductor_has_triton_for_all_but_two():
     kinds = ("cpu", "mps", "cuda", "xpu")
     assert [runs_triton(torch.device(kind)) for kind in kinds] == [False, False, True, True]
 
 
-def test_captures_of_all_devices_are_seen() -> None:
+def test_captures_of_all_devices_are_seen():
     assert graph_classes()[torch.cuda.CUDAGraph] == "a CUDA graph"
     assert all(hasattr(each, "capture_begin") for each in graph_classes())

@@ -20,7 +20,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_process_group_store_is_the_one_of_all_ranks(group: None, named: bool) -> None:
+def test_process_group_store_is_the_one_of_all_ranks(group, named):
     store = process_group_store(dist.new_group([0]) if named else None)
     store.set("key", "value")
     assert process_group_store(dist.new_group([0]) if named else None).clone() is not store

@@ -36,7 +36,7 @@ def captured(model: torch.nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
-def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
+def test_full_graph_is_dynamic_where_it_was_marked(shapes):
     x = torch.zeros(5, 2)
     dynamo.mark_dynamic(x, 0, "num_tokens", (1, 64), shapes)
     model = Scaled()
@@ -59,7 +59,7 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
     assert str(guard.where).partition(":")[0] == __file__
 
 
-def test_model_without_tensor_operations_has_no_graph() -> None:
+def test_model_without_tensor_operations_has_no_graph():
     class Nothing(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> int:
             return 1
@@ -67,7 +67,7 @@ def test_model_without_tensor_operations_has_no_graph() -> None:
     assert captured(Nothing(), torch.zeros(2)) is None
 
 
-def test_settings_of_a_trace_are_put_back() -> None:
+def test_settings_of_a_trace_are_put_back():
     import torch._dynamo.config as dynamo_config
     from torch.fx.experimental import _config as shapes_config
 
@@ -82,7 +82,7 @@ def test_settings_of_a_trace_are_put_back() -> None:
     assert state() == before
 
 
-def test_line_of_an_error_is_the_users() -> None:
+def test_line_of_an_error_is_the_users():
     class Breaks(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             torch._dynamo.graph_break()  # here
@@ -98,14 +98,14 @@ def test_line_of_an_error_is_the_users() -> None:
     assert dynamo.user_location(ValueError()) is None
 
 
-def test_registered_backends_are_found_by_name() -> None:
+def test_registered_backends_are_found_by_name():
     assert {"eager", "inductor"} <= set(dynamo.registered_backends())
     graph = torch.fx.symbolic_trace(torch.nn.ReLU())
     x = torch.randn(3)
     assert torch.equal(dynamo.registered_backend("eager")(graph, [x])(x), x.relu())
 
 
-def test_op_without_a_fake_is_named() -> None:
+def test_op_without_a_fake_is_named():
     library: Any = torch.library.Library("piecegraph_no_fake", "DEF")  # type: ignore[no-untyped-call]
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", torch.clone, "CPU")
@@ -121,7 +121,7 @@ def test_op_without_a_fake_is_named() -> None:
     library._destroy()
 
 
-def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
+def test_a_guard_on_an_attribute_whose_source_is_the_attribute():
     """torch 2.11 states it so; later versions state the owner and the name."""
     owner = SimpleNamespace(name="L['self']")
     named = SimpleNamespace(name="L['self'].flag", base=owner, member="flag")
@@ -142,7 +142,7 @@ def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
         (lambda: torch.autocast("cpu", torch.bfloat16), False),
     ],
 )
-def test_contexts_in_a_graph_are_recognized(make: Any, gradients: bool) -> None:
+def test_contexts_in_a_graph_are_recognized(make, gradients):
     class Inside(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with make():
@@ -157,7 +157,7 @@ def test_contexts_in_a_graph_are_recognized(make: Any, gradients: bool) -> None:
     assert (dynamo.exit_autocast in targets) is not gradients
 
 
-def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
+def test_current_shape_env_is_that_of_the_sizes_a_backend_gets():
     found = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -169,7 +169,7 @@ def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
     assert found == [True]
 
 
-def test_what_tracing_needs_is_imported() -> None:
+def test_what_tracing_needs_is_imported():
     """Before it is used, in a process of its own: tests/torch_compat/test_inductor.py."""
     dynamo.import_dynamo()
     assert "torch._dynamo.functional_export" in sys.modules

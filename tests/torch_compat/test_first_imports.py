@@ -25,6 +25,6 @@ with ThreadPoolExecutor() as pool:
 """
 
 
-def test_two_threads_that_import_first_get_whole_modules() -> None:
+def test_two_threads_that_import_first_get_whole_modules():
     run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert run.stdout == "2.0\n", run.stderr[-800:]

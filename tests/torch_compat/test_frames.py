@@ -14,7 +14,7 @@ from piecegraph.torch_compat.basics.frames import (
 )
 
 
-def test_files_of_torch_and_of_users() -> None:
+def test_files_of_torch_and_of_users():
     assert is_torch_file(torch.nn.modules.linear.__file__)
     assert not is_torch_file(__file__)
     assert not is_torch_file(torch.__file__.replace("torch", "torchvision"))

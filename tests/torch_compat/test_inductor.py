@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ def directories() -> list[str | None]:
 
 
 @pytest.mark.parametrize("before", [None, "/before"])
-def test_w29_cache_directories_are_put_back_also_after_an_error(
-    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_w29_cache_directories_are_put_back_also_after_an_error(before, tmp_path, monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
         if before is not None:
@@ -48,7 +45,7 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(
     assert directories() == [before, before]
 
 
-def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> None:
+def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     seen: list[bool] = []
@@ -80,7 +77,7 @@ def doubled() -> tuple[torch.fx.GraphModule, list[Any]]:
 
 
 @pytest.mark.compile
-def test_artifact_survives_storing_and_loading(tmp_path: Path) -> None:
+def test_artifact_survives_storing_and_loading(tmp_path):
     x = torch.randn(4)
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
         artifact, libraries = inductor.inductor_compile(*doubled(), {})
@@ -94,13 +91,13 @@ def test_artifact_survives_storing_and_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.compile
-def test_artifact_cannot_be_stored_with_caches_off() -> None:
+def test_artifact_cannot_be_stored_with_caches_off():
     artifact, _ = inductor.inductor_compile(*doubled(), {"force_disable_caches": True})
     assert inductor.inductor_serialize(artifact) is None
 
 
 @pytest.mark.compile
-def test_code_in_a_folder_is_loaded_from_there(tmp_path: Path) -> None:
+def test_code_in_a_folder_is_loaded_from_there(tmp_path):
     folder = str(tmp_path / "code")
     with (
         inductor.inductor_cache_directory(str(tmp_path / "scratch")),
@@ -112,7 +109,7 @@ def test_code_in_a_folder_is_loaded_from_there(tmp_path: Path) -> None:
     assert torch.equal(result, 2 * x)
 
 
-def test_pass_has_the_form_that_inductor_takes() -> None:
+def test_pass_has_the_form_that_inductor_takes():
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     seen: list[Any] = []
@@ -124,7 +121,7 @@ def test_pass_has_the_form_that_inductor_takes() -> None:
     assert made.uuid() == ["key"]
 
 
-def test_options_hold_only_inside() -> None:
+def test_options_hold_only_inside():
     import torch._inductor.config as inductor_config
     from torch._inductor.cpu_vec_isa import VecISA
 
@@ -136,7 +133,7 @@ def test_options_hold_only_inside() -> None:
 
 
 @pytest.mark.slow
-def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
+def test_what_tracing_and_compiling_need_can_be_imported_before():
     program = (
         "import sys; from piecegraph.torch_compat.compiling import inductor\n"
         "from piecegraph.torch_compat.tracing import dynamo\n"

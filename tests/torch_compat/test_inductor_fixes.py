@@ -18,7 +18,7 @@ from piecegraph.torch_compat.repairs import inductor_fixes
 TOOLCHAIN = toolchain_directory("")
 
 
-def test_a_mutation_is_found_through_views() -> None:
+def test_a_mutation_is_found_through_views():
     aten = torch.ops.aten
 
     def graph(mutate: bool, *views: Any) -> torch.fx.Node:
@@ -78,7 +78,7 @@ REPAIRED = pytest.mark.parametrize("repaired", [True, pytest.param(False, marks=
 
 @pytest.mark.compile
 @REPAIRED
-def test_reads_before_mutations(ops: Any, repaired: bool) -> None:
+def test_reads_before_mutations(ops, repaired):
     def body(x: Tensor) -> Tensor:
         h = x @ x.T
         b = h * 1.5
@@ -91,7 +91,7 @@ def test_reads_before_mutations(ops: Any, repaired: bool) -> None:
 
 @pytest.mark.compile
 @REPAIRED
-def test_unshared_cat_parts(repaired: bool) -> None:
+def test_unshared_cat_parts(repaired):
     def body(x: Tensor) -> tuple[Tensor, Tensor]:
         part = x @ x
         whole = torch.cat([part, x], 1)
@@ -102,7 +102,7 @@ def test_unshared_cat_parts(repaired: bool) -> None:
     assert compiled_right(body, repair) is repaired, "upstream is right: remove the repair"
 
 
-def test_lowering_is_repaired_only_inside() -> None:
+def test_lowering_is_repaired_only_inside():
     from torch._inductor import ir
 
     def state() -> list[Any]:
@@ -114,14 +114,12 @@ def test_lowering_is_repaired_only_inside() -> None:
     assert all(one is other for one, other in zip(state(), before, strict=True))
 
 
-def test_every_repair_is_part_of_the_key() -> None:
+def test_every_repair_is_part_of_the_key():
     for name in ("reads_before_mutations", "unshared_cat_parts"):
         assert getattr(inductor_fixes, name) in inductor_fixes.REPAIRS
 
 
-def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loaded(monkeypatch):
     from types import SimpleNamespace
 
     from torch._inductor import codecache, triton_bundler
@@ -151,7 +149,7 @@ def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loade
 
 
 @pytest.mark.compile
-def test_slices_of_any_size() -> None:
+def test_slices_of_any_size():
     """A lowering that is active only inside; `test_slices_of_any_size_are_lowered` compiles."""
     from torch._inductor import lowering
 

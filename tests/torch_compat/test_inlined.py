@@ -44,13 +44,13 @@ def inlined() -> Inlined:
     return captured.inlined
 
 
-def test_functions_and_variables_are_recorded(inlined: Inlined) -> None:
+def test_functions_and_variables_are_recorded(inlined):
     assert scaled in inlined.functions.values()
     assert inlined.variables == {"PIECEGRAPH_TEST_VARIABLE"}
     assert not inlined.obstacles
 
 
-def test_what_was_absent_is_recorded_as_a_guard(inlined: Inlined) -> None:
+def test_what_was_absent_is_recorded_as_a_guard(inlined):
     probes = {(each.expression, each.argument): each for each in inlined.facts}
     probe = probes["L['self'].options", "gain"]
     assert probe.kind == "HASATTR"
@@ -59,11 +59,11 @@ def test_what_was_absent_is_recorded_as_a_guard(inlined: Inlined) -> None:
     assert not inlined.class_reads
 
 
-def test_calls_that_became_constants_are_recorded(inlined: Inlined) -> None:
+def test_calls_that_became_constants_are_recorded(inlined):
     assert [(c.function, c.arguments) for c in inlined.results] == [(sys.getrecursionlimit, ())]
 
 
-def test_nothing_stays_replaced() -> None:
+def test_nothing_stays_replaced():
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
     before = InstructionTranslatorBase.exception_handler

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.compile
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_code_is_generated_without_waiting_for_its_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
+def test_code_is_generated_without_waiting_for_its_kernels(tmp_path, monkeypatch, threads):
     from torch._inductor import codecache
     from torch._inductor.async_compile import AsyncCompile
 

@@ -66,7 +66,7 @@ SHARED = nn.Linear(2, 2)
         ({"forward": len}, False),
     ],
 )
-def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> None:
+def test_modules_are_compared_by_value(given, alike):
     import_dynamo()
     from torch._dynamo.source import AttrSource, LocalSource
 

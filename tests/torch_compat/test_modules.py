@@ -15,7 +15,7 @@ def hook(*args: Any) -> None:
     return None
 
 
-def test_forward_hooks_of_a_module() -> None:
+def test_forward_hooks_of_a_module():
     module = nn.Linear(2, 2)
     assert not any(modules.forward_hooks(module).values())
     module.register_forward_hook(hook)
@@ -23,7 +23,7 @@ def test_forward_hooks_of_a_module() -> None:
     assert list(modules.forward_hooks(module).values()) == [[hook], [hook]]
 
 
-def test_hooks_of_all_modules() -> None:
+def test_hooks_of_all_modules():
     before = len(modules.global_forward_hooks())
     handle = nn.modules.module.register_module_forward_hook(hook)
     try:
@@ -32,13 +32,13 @@ def test_hooks_of_all_modules() -> None:
         handle.remove()
 
 
-def test_a_tensor_is_found_in_its_dict() -> None:
+def test_a_tensor_is_found_in_its_dict():
     module = nn.BatchNorm1d(2)
     assert modules.tensor_dict(module, "weight")["weight"] is module.weight
     assert modules.tensor_dict(module, "running_mean")["running_mean"] is module.running_mean
 
 
-def test_places_of_replaced_tensors_and_modules_are_read() -> None:
+def test_places_of_replaced_tensors_and_modules_are_read():
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
     names = ("0.0.weight", "0.0.running_mean")
     reads = [modules.place_reader(model, name, torch.Tensor.data_ptr) for name in names]
@@ -59,7 +59,7 @@ def test_places_of_replaced_tensors_and_modules_are_read() -> None:
     assert reads[1]() is None
 
 
-def test_function_that_a_call_runs() -> None:
+def test_function_that_a_call_runs():
     class Called(nn.Linear):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return super().__call__(*args, **kwargs)
@@ -73,7 +73,7 @@ def test_function_that_a_call_runs() -> None:
     assert modules.called_function(Called(2, 2)) is Called.__call__
 
 
-def test_module_inside_a_compiled_one() -> None:
+def test_module_inside_a_compiled_one():
     module = nn.Linear(2, 2)
     assert modules.original_module(module) is module
     assert modules.original_module(torch.compile(module)) is module

@@ -12,7 +12,7 @@ from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 pytestmark = pytest.mark.compile
 
 
-def test_names_in_the_arguments_of_a_node() -> None:
+def test_names_in_the_arguments_of_a_node():
     import_dynamo()
     from piecegraph.torch_compat.faster.equal_layers.names import Name, names_in
 
@@ -23,7 +23,7 @@ def test_names_in_the_arguments_of_a_node() -> None:
     assert not names_in(plain)
 
 
-def test_nodes_are_left_with_plain_names() -> None:
+def test_nodes_are_left_with_plain_names():
     import_dynamo()
     from piecegraph.torch_compat.faster.equal_layers.names import Name, plain_names
 
@@ -35,7 +35,7 @@ def test_nodes_are_left_with_plain_names() -> None:
     assert [type(name), type(other)] == [str, str]
 
 
-def test_a_label_is_told_by_its_source() -> None:
+def test_a_label_is_told_by_its_source():
     import_dynamo()
     from torch._dynamo.source import LocalSource, SyntheticLocalSource
 

@@ -23,12 +23,12 @@ from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 aten = torch.ops.aten
 
 
-def test_composite_operators_are_known() -> None:
+def test_composite_operators_are_known():
     assert ops.is_composite(torch.ops.aten.reshape.default)
     assert not ops.is_composite(torch.ops.aten.add.Tensor)
 
 
-def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library: Any) -> None:
+def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library):
     library.define("own(Tensor x) -> Tensor")
     library.impl("own", lambda x: x + 1, "CPU")
     namespace = getattr(torch.ops, library.ns)
@@ -36,7 +36,7 @@ def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library: Any) -> N
     assert not ops.is_python_op(torch.ops.aten.reshape.default)
 
 
-def test_fake_implementations_are_found_however_they_were_registered() -> None:
+def test_fake_implementations_are_found_however_they_were_registered():
     library: Any = torch.library.Library("piecegraph_compat", "DEF")  # type: ignore[no-untyped-call]
     library.define("f(Tensor x) -> Tensor")
 
@@ -52,7 +52,7 @@ def test_fake_implementations_are_found_however_they_were_registered() -> None:
     library._destroy()
 
 
-def test_only_a_triton_kernel_tells_what_it_writes_to() -> None:
+def test_only_a_triton_kernel_tells_what_it_writes_to():
     node = torch.fx.Graph().call_function(torch.cond, (True, torch.sin, torch.cos, ()))
     assert ops.triton_writes(node, {}) is None
 
@@ -68,7 +68,7 @@ def library() -> Any:
     made._destroy()
 
 
-def test_names_of_an_operator_and_of_its_overloads(library: Any) -> None:
+def test_names_of_an_operator_and_of_its_overloads(library):
     packet = torch.ops.piecegraph_ops.two
     assert ops.is_op(packet)
     assert ops.is_op(packet.scaled)
@@ -82,20 +82,20 @@ def test_names_of_an_operator_and_of_its_overloads(library: Any) -> None:
     }
 
 
-def test_overload_that_a_call_runs(library: Any) -> None:
+def test_overload_that_a_call_runs(library):
     packet = torch.ops.piecegraph_ops.two
     assert ops.overload_of(packet) is packet.default
     assert ops.overload_of(packet.scaled) is packet.scaled
     assert ops.overload_of(torch.ops.piecegraph_ops.write) is torch.ops.piecegraph_ops.write.default
 
 
-def test_schemas_are_of_all_overloads(library: Any) -> None:
+def test_schemas_are_of_all_overloads(library):
     found = ops.schemas(torch.ops.piecegraph_ops.two)
     assert len(found) == 2
     assert any("float by" in schema for schema in found)
 
 
-def test_writes_are_read_from_the_schema(library: Any) -> None:
+def test_writes_are_read_from_the_schema(library):
     write = torch.ops.piecegraph_ops.write.default
     assert ops.is_mutable(write)
     assert not ops.is_mutable(torch.ops.piecegraph_ops.two.default)
@@ -104,7 +104,7 @@ def test_writes_are_read_from_the_schema(library: Any) -> None:
     assert list(ops.given_arguments(write, ("x", "out"), {})) == [("x", False), ("out", True)]
 
 
-def test_function_of_a_custom_op_is_found() -> None:
+def test_function_of_a_custom_op_is_found():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
@@ -122,7 +122,7 @@ class Scaled:
         return x * self.factor
 
 
-def test_the_function_that_an_op_calls_is_found_and_does_not_run(library: Any) -> None:
+def test_the_function_that_an_op_calls_is_found_and_does_not_run(library):
     library.define("scaled(Tensor x, int n=1, *, str s) -> Tensor")
     scaled = Scaled(2.0)
     library.impl("scaled", scaled.scale, "CompositeImplicitAutograd")
@@ -137,20 +137,20 @@ def test_the_function_that_an_op_calls_is_found_and_does_not_run(library: Any) -
     assert sys.getprofile() is None
 
 
-def test_kernels_of_a_device_run_when_the_model_does_and_are_not_traced(library: Any) -> None:
+def test_kernels_of_a_device_run_when_the_model_does_and_are_not_traced(library):
     library.impl("two", torch.clone, "CPU")
     assert ops.traced_kernels(torch.ops.piecegraph_ops.two.default) == []
     assert ops.traced_kernels(aten.linear.default) == []
 
 
-def test_a_kernel_that_is_no_python_function_is_not_found(library: Any) -> None:
+def test_a_kernel_that_is_no_python_function_is_not_found(library):
     library.define("native(Tensor x) -> Tensor")
     library.impl("native", torch.relu, "CompositeImplicitAutograd")
     native = torch.ops.piecegraph_ops.native.default
     assert ops.registered_function(native, "CompositeImplicitAutograd") is None
 
 
-def test_an_op_of_torch_that_was_overridden_is_named() -> None:
+def test_an_op_of_torch_that_was_overridden_is_named():
     assert ops.overridden_ops() == []
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -169,7 +169,7 @@ def wrapping(function: Any) -> Any:
     return call
 
 
-def test_rules_of_a_program_to_compile_ops_are_named() -> None:
+def test_rules_of_a_program_to_compile_ops_are_named():
     from torch._inductor import decomposition, lowering
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -186,29 +186,29 @@ def test_rules_of_a_program_to_compile_ops_are_named() -> None:
         }
 
 
-def test_only_a_launch_is_a_triton_call() -> None:
+def test_only_a_launch_is_a_triton_call():
     node = torch.fx.Graph().call_function(aten.add.Tensor, (1, 2))
     assert ops.triton_call(node) is None
 
 
-def test_kernel_of_a_device_runs_past_the_mode() -> None:
+def test_kernel_of_a_device_runs_past_the_mode():
     x = torch.ones(2)
     assert torch.equal(ops.run_kernel(aten.add.Tensor, "CPU", (x, x), {}), x + x)
 
 
-def test_ops_with_their_own_cpu_kernel_are_known(library: Any) -> None:
+def test_ops_with_their_own_cpu_kernel_are_known(library):
     library.impl("two", torch.clone, "CPU")
     assert ops.is_python_op(torch.ops.piecegraph_ops.two.default)
     assert not ops.is_python_op(aten.reshape.default)
 
 
-def test_without_frame_is_the_same_operator() -> None:
+def test_without_frame_is_the_same_operator():
     x = torch.ones(2)
     assert torch.equal(ops.without_frame(aten.add.Tensor)(x, x), x + x)
     assert ops.without_frame(len) is len
 
 
-def test_a_mode_sees_the_ops_inside_a_kernel_that_is_called(library: Any) -> None:
+def test_a_mode_sees_the_ops_inside_a_kernel_that_is_called(library):
     library.define("twice(Tensor x, Tensor(a!) out) -> ()")
     library.impl("twice", lambda x, out: out.copy_(x * 2) and None, "CPU")
     op = getattr(torch.ops, library.ns).twice.default
@@ -254,7 +254,7 @@ def test_operators_of_higher_order_run_by_their_kernel():
     assert run_higher_order(op, (1, 2), {"x": 3}) == ((1, 2), {"x": 3})
 
 
-def test_arguments_that_are_sizes_are_told_from_numbers() -> None:
+def test_arguments_that_are_sizes_are_told_from_numbers():
     x = torch.ones(3)
     numbers, sizes = ops.scalar_and_size_arguments(aten.narrow.default, (x, 0, 1), {"length": 2})
     assert (numbers[0] is x, sizes) == (True, [0, 1, 2])

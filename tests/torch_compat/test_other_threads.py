@@ -40,7 +40,7 @@ class Midway:
             thread.join()
 
 
-def test_a_module_that_another_thread_calls_is_not_traced() -> None:
+def test_a_module_that_another_thread_calls_is_not_traced():
     midway, graphs = Midway(), []
 
     class Traced(nn.Module):
@@ -95,9 +95,7 @@ def traced_midway() -> Iterator[Trace]:
     library._destroy()
 
 
-def test_random_numbers_are_not_drawn_again(
-    traced_midway: Trace,
-) -> None:
+def test_random_numbers_are_not_drawn_again(traced_midway):
     midway, trace = traced_midway
     torch.manual_seed(0)
     expected = torch.rand(8)
@@ -112,9 +110,7 @@ def test_random_numbers_are_not_drawn_again(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_settings_of_another_thread_stay(
-    traced_midway: Trace,
-) -> None:
+def test_settings_of_another_thread_stay(traced_midway):
     """Dynamo refuses such a trace: "Global state changed"."""
     midway, trace = traced_midway
     try:
@@ -128,7 +124,7 @@ def test_settings_of_another_thread_stay(
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ended() -> None:
+def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ended():
     keep_device_guard()
     shapes: list[torch.Size] = []
 
@@ -143,7 +139,7 @@ def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ende
     assert shapes == [(3,), (3,)]
 
 
-def test_what_another_tracer_replaced_does_not_come_back() -> None:
+def test_what_another_tracer_replaced_does_not_come_back():
     """Dynamo takes it back, and puts it there again after that tracer has ended."""
     midway, before = Midway(), (nn.Module.__call__, nn.Module.__getattr__)
 

@@ -13,7 +13,7 @@ from piecegraph.torch_compat.compiling import inductor, partition
 
 
 @pytest.mark.compile
-def test_code_is_cut_at_an_op_and_torch_is_put_back() -> None:
+def test_code_is_cut_at_an_op_and_torch_is_put_back():
     from torch._inductor import output_code, scheduler
 
     def state() -> list[Any]:

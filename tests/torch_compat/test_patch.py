@@ -13,7 +13,7 @@ from piecegraph.torch_compat.basics import patch
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def test_nobody_compiles_beside_us() -> None:
+def test_nobody_compiles_beside_us():
     """torch.compile in another thread holds Dynamo's lock, and its compilers keep global state."""
     from torch._dynamo.convert_frame import compile_lock
 
@@ -31,13 +31,13 @@ def test_nobody_compiles_beside_us() -> None:
     thread.join()
 
 
-def test_the_lock_is_dynamos_own() -> None:
+def test_the_lock_is_dynamos_own():
     from torch._dynamo.convert_frame import compile_lock
 
     assert patch.dynamo_lock() is compile_lock
 
 
-def test_replaced_attributes_come_back_as_they_were() -> None:
+def test_replaced_attributes_come_back_as_they_were():
     class Owner:
         @classmethod
         def name(cls) -> str:
@@ -55,7 +55,7 @@ def test_replaced_attributes_come_back_as_they_were() -> None:
     assert vars(Owner)["name"] is before
 
 
-def test_cache_variables_set_inside_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_variables_set_inside_are_gone(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     with patch.preserve_cache_variables():
@@ -64,7 +64,7 @@ def test_cache_variables_set_inside_are_gone(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(name in os.environ for name in NAMES)
 
 
-def test_compiler_lock_takes_the_lock_of_dynamo_first() -> None:
+def test_compiler_lock_takes_the_lock_of_dynamo_first():
     """A thread in `torch.compile` holds Dynamo's lock and takes ours in a backend."""
     from torch._dynamo.convert_frame import compile_lock
 
@@ -85,7 +85,7 @@ def test_compiler_lock_takes_the_lock_of_dynamo_first() -> None:
     thread.join()
 
 
-def test_somebody_who_compiles_is_seen_from_another_thread() -> None:
+def test_somebody_who_compiles_is_seen_from_another_thread():
     seen: list[bool] = []
 
     def look() -> None:

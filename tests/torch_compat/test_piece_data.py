@@ -37,7 +37,7 @@ def piece(function: Any, *tensors: torch.Tensor) -> GraphModule:
     return GraphModule({}, graph)
 
 
-def test_a_graph_comes_back_with_its_sizes_and_guards() -> None:
+def test_a_graph_comes_back_with_its_sizes_and_guards():
     sent = piece(torch.ops.aten.add.Tensor, torch.ones(6, 4), torch.ones(6, 4))
     env = inputs_mode(sent.graph).shape_env
     value = next(iter(sent.graph.nodes)).meta["example_value"]
@@ -65,12 +65,12 @@ def test_a_graph_comes_back_with_its_sizes_and_guards() -> None:
     ],
     ids=["function", "no tensor", "part"],
 )
-def test_what_cannot_be_sent_is_named(graph: GraphModule, reason: str) -> None:
+def test_what_cannot_be_sent_is_named(graph, reason):
     with pytest.raises(NotData, match=reason):
         dump_piece(graph, {})
 
 
-def test_options_of_the_program_are_not_sent() -> None:
+def test_options_of_the_program_are_not_sent():
     with pytest.raises(NotData, match="plus_one is of the program"):
         dump_piece(piece(torch.neg, torch.ones(3)), {"post_grad_custom_post_pass": plus_one})
     with pytest.raises(NotData, match="plus_one is of the program"):

@@ -73,7 +73,7 @@ def private_uses(source: str) -> Iterator[tuple[int, str]]:
         "size.node.expr",
     ],
 )
-def test_private_names_are_found(code: str) -> None:
+def test_private_names_are_found(code):
     assert list(private_uses(code))
 
 
@@ -81,13 +81,11 @@ def test_private_names_are_found(code: str) -> None:
     "code",
     ["torch.__version__", "torch.ops.aten._softmax", "self._expression", "from .torch import _x"],
 )
-def test_public_names_are_not(code: str) -> None:
+def test_public_names_are_not(code):
     assert not list(private_uses(code))
 
 
-def test_private_names_of_torch_are_used_in_torch_compat_only(
-    package_sources: dict[str, Path],
-) -> None:
+def test_private_names_of_torch_are_used_in_torch_compat_only(package_sources):
     found = [
         f"{name}:{line} {used}"
         for name, path in sorted(package_sources.items())
@@ -97,7 +95,7 @@ def test_private_names_of_torch_are_used_in_torch_compat_only(
     assert not found
 
 
-def test_each_public_function_of_torch_compat_has_a_test(package_sources: dict[str, Path]) -> None:
+def test_each_public_function_of_torch_compat_has_a_test(package_sources):
     missing = []
     for name, path in package_sources.items():
         if not name.startswith("torch_compat/") or path.stem == "__init__":
@@ -163,13 +161,13 @@ OF_CUDA_BUILDS = {
 
 
 @pytest.mark.parametrize("path", dict.fromkeys(USED))
-def test_this_torch_has_each_private_name_that_is_used(path: str) -> None:
+def test_this_torch_has_each_private_name_that_is_used(path):
     """`pytest -v` lists them; a version of torch without one fails with its name."""
     absent = torch.version.cuda is None and path in OF_CUDA_BUILDS
     assert exists(path) or absent, f"torch {torch.__version__} has no {path}"
 
 
-def test_a_name_that_went_is_noticed() -> None:
+def test_a_name_that_went_is_noticed():
     source = "import torch\nfrom torch._inductor import ir\nir.Gone.create, torch._C._gone(1)"
     went = [path for path in sorted(private_paths(source)) if not exists(path)]
     assert went == ["torch._C._gone", "torch._inductor.ir.Gone", "torch._inductor.ir.Gone.create"]

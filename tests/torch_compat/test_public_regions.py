@@ -49,7 +49,7 @@ def num_traced(names: list[str]) -> int:
     return len(traced)
 
 
-def test_layers_with_names_are_traced_each() -> None:
+def test_layers_with_names_are_traced_each():
     assert num_traced(["layer"] * NUM_LAYERS) == 1, "regions of equal names are traced once"
     assert num_traced([f"layer.{number}" for number in range(NUM_LAYERS)]) > NUM_LAYERS // 2, (
         "torch.compiler.nested_compile_region traces layers with names once. Delete "

@@ -72,12 +72,12 @@ def closure(over: Any) -> Callable[..., Any]:
         *((of_identity.__code__, False), (of_arguments.__code__, True), (len, False)),
     ],
 )
-def test_what_a_function_knows(function: Any, knows_none: bool) -> None:
+def test_what_a_function_knows(function, knows_none):
     assert knows_no_module(function) is knows_none
 
 
 @pytest.mark.parametrize("held", [LINEAR, id, hash])
-def test_what_a_value_reaches(held: Any) -> None:
+def test_what_a_value_reaches(held):
     ways: list[Callable[[Any], Any]] = [
         lambda value: value,
         lambda value: {"key": [(value,)]},
@@ -94,7 +94,7 @@ def test_what_a_value_reaches(held: Any) -> None:
     assert not reaches_only(Queue([1.0]))  # it cannot be known
 
 
-def test_known_modules_may_be_reached() -> None:
+def test_known_modules_may_be_reached():
     held, other = [LINEAR, 1.0], nn.Linear(2, 2)
     seen: dict[int, Any] = {}
     assert reaches_only(held, [LINEAR, other], seen)
@@ -147,12 +147,12 @@ class Constant:
         self.kind = "kind"
 
 
-def test_classes_that_only_store() -> None:
+def test_classes_that_only_store():
     assert all(map(only_stores, (Plain, Constant)))
     others = Reading, Setting, Property, Looking, Calling, Making, Replaced, Queue, int
     assert not any(map(only_stores, others))
 
 
-def test_classes_whose_objects_show_what_they_hold() -> None:
+def test_classes_whose_objects_show_what_they_hold():
     assert all(map(is_python_class, (Plain, Slots, types.SimpleNamespace)))
     assert not any(map(is_python_class, (Queue, deque, int)))

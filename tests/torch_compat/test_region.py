@@ -13,7 +13,7 @@ from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 pytestmark = pytest.mark.compile
 
 
-def test_arguments_of_different_form() -> None:
+def test_arguments_of_different_form():
     import_dynamo()
     from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
 
@@ -29,7 +29,7 @@ def test_arguments_of_different_form() -> None:
     assert form_of(ListVariable([]), []) is None  # may be changed by the call
 
 
-def test_what_tells_tensors_and_sources_apart() -> None:
+def test_what_tells_tensors_and_sources_apart():
     import_dynamo()
 
     from piecegraph.torch_compat.faster.equal_layers.region import metadata
@@ -47,7 +47,7 @@ def test_what_tells_tensors_and_sources_apart() -> None:
     assert metadata(one) == metadata(torch.ones(4, 4))
 
 
-def test_results_of_nodes_are_compared_by_form() -> None:
+def test_results_of_nodes_are_compared_by_form():
     import_dynamo()
     from piecegraph.torch_compat.faster.equal_layers.copies import form_of_node
 
@@ -62,7 +62,7 @@ def test_results_of_nodes_are_compared_by_form() -> None:
     assert one != form_of_node(node(torch.zeros(3, 2).t(), 4))
 
 
-def test_a_source_is_found_in_expressions_of_what_is_below_it() -> None:
+def test_a_source_is_found_in_expressions_of_what_is_below_it():
     import_dynamo()
     from torch._dynamo.source import AttrSource, LocalSource
 
@@ -73,7 +73,7 @@ def test_a_source_is_found_in_expressions_of_what_is_below_it() -> None:
     assert not found.search("L['self'].ab.weight")
 
 
-def test_changes_of_plain_objects_are_compared_and_of_others_unknown() -> None:
+def test_changes_of_plain_objects_are_compared_and_of_others_unknown():
     import_dynamo()
     from torch._dynamo.side_effects import AttributeMutationExisting
     from torch._dynamo.source import LocalSource

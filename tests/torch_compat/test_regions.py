@@ -12,7 +12,7 @@ import torch
 from piecegraph.torch_compat.compiling.regions import regions_noted, regions_through
 
 
-def test_code_of_inductor_is_called_through_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_inductor_is_called_through_a_hook(monkeypatch):
     class Code:
         def __call__(self, args: list[int]) -> int:
             return sum(args.pop() for _ in range(len(args)))  # the code empties its list
@@ -37,7 +37,7 @@ def test_code_of_inductor_is_called_through_a_hook(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.compile
-def test_a_region_that_a_program_enters_is_noted() -> None:
+def test_a_region_that_a_program_enters_is_noted():
     region = torch.compile(lambda x: x + 1, backend="eager")
     region(torch.ones(1))
     entered: list[None] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from piecegraph.torch_compat.basics import settings
 
 
-def test_changed_settings_are_those_that_shape_code() -> None:
+def test_changed_settings_are_those_that_shape_code():
     import torch._inductor.config as inductor_config
 
     before = settings.changed_settings()
@@ -24,7 +23,7 @@ def test_changed_settings_are_those_that_shape_code() -> None:
     }
 
 
-def test_switches_of_the_process_are_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_of_the_process_are_stated(monkeypatch):
     before = settings.global_state()
     with torch.autocast("cpu", torch.bfloat16):
         assert settings.global_state()["autocast.cpu"] == "torch.bfloat16"
@@ -57,13 +56,13 @@ for change, value in (
 
 
 @pytest.mark.slow
-def test_f8_reading_the_switches_never_raises() -> None:
+def test_f8_reading_the_switches_never_raises():
     """Torch's older getters raise once its newer precision settings were used."""
     run = subprocess.run([sys.executable, "-c", PRECISION], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
-def test_f2_switches_of_kernels_are_stated() -> None:
+def test_f2_switches_of_kernels_are_stated():
     before = settings.global_state()
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -79,7 +78,7 @@ def test_f2_switches_of_kernels_are_stated() -> None:
     "flag",
     ["cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled", "opt_einsum.enabled"],
 )
-def test_f2_backend_flags_are_stated(flag: str) -> None:
+def test_f2_backend_flags_are_stated(flag):
     owner, _, name = flag.partition(".")
     backend = getattr(torch.backends, owner)
     before, stated = getattr(backend, name), settings.global_state()
@@ -95,7 +94,7 @@ def test_f2_backend_flags_are_stated(flag: str) -> None:
     ("name", "value"),
     [("epilogue_fusion", False), ("prologue_fusion", False), ("_pre_fusion_custom_pass", len)],
 )
-def test_f6_what_torch_leaves_out_for_reasons_of_its_own_is_stated(name: str, value: Any) -> None:
+def test_f6_what_torch_leaves_out_for_reasons_of_its_own_is_stated(name, value):
     """Torch's own keys know passes by other means."""
     import torch._inductor.config as inductor_config
 
@@ -112,21 +111,21 @@ class DispatchMode(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", [FunctionMode, DispatchMode])
-def test_modes_are_stated_and_the_default_device_is_not_one(kind: Any) -> None:
+def test_modes_are_stated_and_the_default_device_is_not_one(kind):
     with torch.device("cpu"):
         assert settings.active_modes() == []
         with kind() as mode:
             assert settings.active_modes() == [mode]
 
 
-def test_is_settings_of_torch() -> None:
+def test_is_settings_of_torch():
     import torch._inductor.config as inductor_config
 
     assert settings.is_settings(inductor_config)
     assert not settings.is_settings(torch)
 
 
-def test_the_state_of_a_process_can_be_set_again() -> None:
+def test_the_state_of_a_process_can_be_set_again():
     import torch._inductor.config as inductor_config
 
     before = settings.process_state()

@@ -9,7 +9,7 @@ import torch
 from piecegraph.torch_compat.tracing.sources import drop_sources, next_source
 
 
-def test_source_texts_of_a_graph_are_dropped() -> None:
+def test_source_texts_of_a_graph_are_dropped():
     first = next_source()
     graph = torch.fx.Graph()
     graph.output(graph.placeholder("x"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from piecegraph.torch_compat.basics.structured_trace import (
 )
 
 
-def test_logger_is_the_one_torch_writes_to() -> None:
+def test_logger_is_the_one_torch_writes_to():
     from torch._logging._internal import trace_log
 
     assert trace_log.name == TRACE_LOGGER
 
 
-def test_a_listener_hears_each_record_and_may_stop_what_writes_it() -> None:
+def test_a_listener_hears_each_record_and_may_stop_what_writes_it():
     heard: list[Any] = []
 
     def refuse(*_: Any) -> None:
@@ -35,7 +34,7 @@ def test_a_listener_hears_each_record_and_may_stop_what_writes_it() -> None:
     assert [each["artifact"]["name"] for each in heard if "artifact" in each] == ["one"]
 
 
-def test_asking_does_not_import_torch() -> None:
+def test_asking_does_not_import_torch():
     code = (
         "import sys\n"
         "from piecegraph.torch_compat.basics.structured_trace import trace_is_on\n"
@@ -46,7 +45,7 @@ def test_asking_does_not_import_torch() -> None:
 
 
 @pytest.mark.slow
-def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path: Path) -> None:
+def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path):
     code = (
         "from piecegraph.torch_compat.basics import structured_trace as trace\n"
         "first, second = trace.new_frame(), trace.new_frame()\n"

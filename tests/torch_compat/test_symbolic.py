@@ -19,7 +19,7 @@ from piecegraph.torch_compat.basics.symbolic import forget_assumptions
 from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 
 
-def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard() -> None:
+def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard():
     env = fresh_fake_mode().shape_env
     rows = env.create_unbacked_symint()
     torch._check(rows >= 0)
@@ -43,7 +43,7 @@ def sizes(number: int = 2) -> tuple[Any, list[Any]]:
     return env, made
 
 
-def test_expression_follows_equalities_and_the_first_symbol_does_not() -> None:
+def test_expression_follows_equalities_and_the_first_symbol_does_not():
     _, (one, other) = sizes()
     before = symbolic.original_symbol(other)
     assert symbolic.expression_of(other) == before
@@ -54,7 +54,7 @@ def test_expression_follows_equalities_and_the_first_symbol_does_not() -> None:
     }
 
 
-def test_sizes_that_are_stated_equal_become_one_symbol() -> None:
+def test_sizes_that_are_stated_equal_become_one_symbol():
     env, (one, other) = sizes()
     other = env.create_symintnode(symbolic.original_symbol(other), hint=5)
     symbolic.state_equal(one, other)
@@ -62,14 +62,14 @@ def test_sizes_that_are_stated_equal_become_one_symbol() -> None:
     assert symbolic.original_symbol(one) != symbolic.original_symbol(other)
 
 
-def test_the_traced_number_of_a_size() -> None:
+def test_the_traced_number_of_a_size():
     _, (one, other) = sizes()
     assert symbolic.traced_size(one) == 5
     assert symbolic.traced_size(one + other) == 11
     assert symbolic.traced_size(3) == 3
 
 
-def test_arithmetic_is_written_into_a_graph() -> None:
+def test_arithmetic_is_written_into_a_graph():
     s = sympy.Symbol("s", integer=True, positive=True)
     graph = Graph()
     result = symbolic.fx_nodes_of(3 * s + 1, {s: Proxy(graph.placeholder("a"))})
@@ -77,18 +77,18 @@ def test_arithmetic_is_written_into_a_graph() -> None:
     assert GraphModule({}, graph)(4) == 13
 
 
-def test_expression_is_written_as_python() -> None:
+def test_expression_is_written_as_python():
     s = sympy.Symbol("num_tokens", integer=True, positive=True)
     assert eval(symbolic.python_text(2 * s + 1), {"num_tokens": 3}) == 7
 
 
-def test_intervals_prove_what_holds_everywhere() -> None:
+def test_intervals_prove_what_holds_everywhere():
     s = sympy.Symbol("s", integer=True)
     assert symbolic.holds_by_intervals(s < 10, {s: (1, 9)})
     assert not symbolic.holds_by_intervals(s < 10, {s: (1, 10)})
 
 
-def test_guards_are_listed_from_a_position() -> None:
+def test_guards_are_listed_from_a_position():
     env, (one, _) = sizes()
     assert one != 7
     first = symbolic.shape_guards(env)
@@ -99,7 +99,7 @@ def test_guards_are_listed_from_a_position() -> None:
     assert symbolic.shape_guards(env, 1) == symbolic.shape_guards(env)[1:]
 
 
-def test_bounds_of_an_unbacked_size() -> None:
+def test_bounds_of_an_unbacked_size():
     env = fresh_fake_mode().shape_env
     size = env.create_unbacked_symint()
     torch._check(size >= 2)
@@ -110,7 +110,7 @@ def test_bounds_of_an_unbacked_size() -> None:
     assert list(symbolic.narrowed_range(env, sympy.Symbol("other"))) == []
 
 
-def test_conditions_torch_would_check_at_run_time() -> None:
+def test_conditions_torch_would_check_at_run_time():
     env = fresh_fake_mode().shape_env
     size = env.create_unbacked_symint()
     torch._check(size >= 0)
@@ -120,7 +120,7 @@ def test_conditions_torch_would_check_at_run_time() -> None:
     assert all(each.free_symbols == {symbolic.expression_of(size)} for each in conditions)
 
 
-def test_symbols_that_became_numbers_have_their_line() -> None:
+def test_symbols_that_became_numbers_have_their_line():
     class Loop(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(x.shape[0]):  # here
@@ -142,21 +142,21 @@ def test_symbols_that_became_numbers_have_their_line() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "x = y  # model.py:8 in forward"])
-def test_line_is_read_from_torchs_text(text: str | None) -> None:
+def test_line_is_read_from_torchs_text(text):
     class Sloc:
         maybe_user_loc = text
 
     assert symbolic.user_line(Sloc()) == (text and "model.py:8 in forward")
 
 
-def test_a_size_without_a_bound_has_the_largest_range() -> None:
+def test_a_size_without_a_bound_has_the_largest_range():
     env, (rows, _) = sizes()
     assert symbolic.size_range(env, rows.node.expr)[1] == symbolic.UNBOUNDED
     torch._check(rows <= 64)
     assert symbolic.size_range(env, rows.node.expr)[1] <= 64
 
 
-def test_shape_environments_are_released() -> None:
+def test_shape_environments_are_released():
     env, made = sizes()
     assert not symbolic.statically_true(made[0] <= made[1] * 7 - 40)
     symbolic.release_shape_environments()
@@ -179,7 +179,7 @@ def test_what_a_trace_learned_of_a_size_is_forgotten():
     assert env.var_to_range[symbol].upper >= 64
 
 
-def test_a_run_on_symbolic_inputs_has_its_choices_with_their_lines() -> None:
+def test_a_run_on_symbolic_inputs_has_its_choices_with_their_lines():
     inputs = [(torch.ones(5, 4), ("rows", None)), (torch.ones(5), ("rows",))]
     with symbolic.symbolic_inputs(inputs) as ((x, y), labels, env):
         assert x.shape[1] == 4

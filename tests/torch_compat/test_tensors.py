@@ -19,7 +19,7 @@ from piecegraph.torch_compat.basics.tensors import (
 )
 
 
-def test_without_modes_hides_calls_from_a_mode() -> None:
+def test_without_modes_hides_calls_from_a_mode():
     seen: list[Any] = []
 
     class Spy(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ def test_without_modes_hides_calls_from_a_mode() -> None:
     assert seen
 
 
-def test_storages_are_told_apart_also_when_freed() -> None:
+def test_storages_are_told_apart_also_when_freed():
     tensor = torch.rand(3)
     assert tensors.storage_id(tensor[1:]) == tensors.storage_id(tensor)
     taken = tensors.storage_id(tensor)
@@ -46,18 +46,18 @@ def test_storages_are_told_apart_also_when_freed() -> None:
     assert taken not in {tensors.storage_id(other) for other in others}
 
 
-def test_an_unowned_alias_of_nothing_is_nothing() -> None:
+def test_an_unowned_alias_of_nothing_is_nothing():
     assert tensors.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
 
 
-def test_faking_is_noticed() -> None:
+def test_faking_is_noticed():
     assert not tensors.is_faking()
     with tensors.fresh_fake_mode():
         assert tensors.is_faking()
     assert not tensors.is_faking()
 
 
-def test_gradients_are_turned_off_and_on() -> None:
+def test_gradients_are_turned_off_and_on():
     tensors.set_grad_enabled(False)
     assert not tensors.is_grad_enabled()
     tensors.set_grad_enabled(True)
@@ -65,7 +65,7 @@ def test_gradients_are_turned_off_and_on() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> None:
+def test_writes_that_making_a_fake_tensor_counts_are_known(inference):
     with torch.inference_mode(inference):
         whole = torch.zeros(8, 4)
         whole.add_(1)
@@ -78,7 +78,7 @@ def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> N
     assert counted == [0, int(inference), 1]  # in inference mode a view does not know its base
 
 
-def test_unowned_alias_has_the_memory_and_does_not_keep_it() -> None:
+def test_unowned_alias_has_the_memory_and_does_not_keep_it():
     tensor = torch.arange(6.0).view(2, 3).t()
     weak = tensors.weak_storage(tensor)
     alias = tensors.unowned_alias(tensor)
@@ -90,13 +90,13 @@ def test_unowned_alias_has_the_memory_and_does_not_keep_it() -> None:
     assert weak.expired()
 
 
-def test_a_fake_tensor_is_told_from_a_real_one() -> None:
+def test_a_fake_tensor_is_told_from_a_real_one():
     real = torch.rand(2)
     assert not tensors.is_fake(real)
     assert tensors.is_fake(tensors.fresh_fake_mode().from_tensor(real))
 
 
-def test_in_place_writes_are_counted() -> None:
+def test_in_place_writes_are_counted():
     tensor = torch.zeros(2)
     before = tensors.writes_counted(tensor)
     tensor.view(-1).add_(1)
@@ -108,7 +108,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-def test_leaves_have_keys_positions_and_names_as_paths() -> None:
+def test_leaves_have_keys_positions_and_names_as_paths():
     value = {"a": [1, None], "b": Pair(2, (3,))}
     assert tensors.leaves_with_paths(value) == [
         (("a", 0), 1),
@@ -118,7 +118,7 @@ def test_leaves_have_keys_positions_and_names_as_paths() -> None:
     ]
 
 
-def test_an_alias_of_an_inference_tensor_is_a_normal_tensor() -> None:
+def test_an_alias_of_an_inference_tensor_is_a_normal_tensor():
     with torch.inference_mode():
         made = torch.rand(3, 4)[1:, ::2]
         alias = tensors.normal_alias(made)
@@ -128,7 +128,7 @@ def test_an_alias_of_an_inference_tensor_is_a_normal_tensor() -> None:
     assert made.eq(5).all()
 
 
-def test_autocast_is_noticed() -> None:
+def test_autocast_is_noticed():
     assert not tensors.is_autocast_enabled()
     with torch.autocast("cpu", torch.bfloat16):
         assert tensors.is_autocast_enabled()
@@ -136,7 +136,7 @@ def test_autocast_is_noticed() -> None:
             assert not tensors.is_autocast_enabled()
 
 
-def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors() -> None:
+def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors():
     from torch.testing._internal.two_tensor import TwoTensor
 
     one, two, three = torch.rand(2), torch.rand(2), torch.rand(2)
@@ -148,7 +148,7 @@ def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors() -> None
     assert tensors.inner_tensors(one) == [one]
 
 
-def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context() -> None:
+def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context():
     from torch.testing._internal.two_tensor import TwoTensor
 
     one, two = torch.rand(2), torch.rand(2)
@@ -159,7 +159,7 @@ def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context() -> None:
 
 
 @pytest.mark.slow
-def test_handler_of_a_light_mode_imports_no_dynamo() -> None:
+def test_handler_of_a_light_mode_imports_no_dynamo():
     program = """
 import sys, torch
 from piecegraph.torch_compat.basics.tensors import LightDispatchMode
@@ -189,7 +189,7 @@ class Named:
         return f"Named({self.name!r})", {"Named": Named}
 
 
-def test_values_of_opaque_types_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_opaque_types_are_known(monkeypatch):
     opaque = pytest.importorskip("torch._library.opaque_object")
     if torch.__version__ < "2.12":  # it asks for a metaclass of its own
         meta = pytest.importorskip("torch._opaque_base").OpaqueBaseMeta
@@ -203,7 +203,7 @@ def test_values_of_opaque_types_are_known(monkeypatch: pytest.MonkeyPatch) -> No
     assert tensors.opaque_value(torch.ones(1)) is None
 
 
-def test_forms_of_several_tensors_are_tested_at_once() -> None:
+def test_forms_of_several_tensors_are_tested_at_once():
     test = tensors.form_test([torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)])
     assert test(torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64))
     assert not test(torch.ones(2, 4), torch.ones(4, dtype=torch.int64))
@@ -211,7 +211,7 @@ def test_forms_of_several_tensors_are_tested_at_once() -> None:
     assert not test(torch.ones(2, 3, dtype=torch.float64), torch.ones(4, dtype=torch.int64))
 
 
-def test_tensors_inside_a_function_transform_are_known() -> None:
+def test_tensors_inside_a_function_transform_are_known():
     seen = []
     torch.vmap(lambda x: seen.append(tensors.is_transformed(x)) or x)(torch.zeros(2))
     assert seen == [True]
@@ -219,7 +219,7 @@ def test_tensors_inside_a_function_transform_are_known() -> None:
     assert not tensors.is_transformed("x")
 
 
-def test_memory_is_used_while_a_tensor_is_on_it() -> None:
+def test_memory_is_used_while_a_tensor_is_on_it():
     tensor = torch.rand(4)
     view, storage, weak = tensor[1:], tensor.untyped_storage(), tensors.weak_storage(tensor)
     del tensor
@@ -231,7 +231,7 @@ def test_memory_is_used_while_a_tensor_is_on_it() -> None:
     assert not tensors.is_used(weak)
 
 
-def test_the_modes_that_were_entered_last() -> None:
+def test_the_modes_that_were_entered_last():
     class Dispatch(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
         pass
 
@@ -243,7 +243,7 @@ def test_the_modes_that_were_entered_last() -> None:
         assert tensors.last_modes() == (dispatch, function)
 
 
-def test_has_plain_memory() -> None:
+def test_has_plain_memory():
     rows = torch.ones(2, 3)
     assert tensors.has_plain_memory(rows)
     assert tensors.has_plain_memory(torch.nn.Parameter(rows).t())
@@ -291,7 +291,7 @@ def test_a_default_device_is_known():
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_contents_are_written_back_in_any_mode(inference: bool) -> None:
+def test_contents_are_written_back_in_any_mode(inference):
     with torch.inference_mode(inference):
         tensor = torch.ones(3)
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -300,7 +300,7 @@ def test_contents_are_written_back_in_any_mode(inference: bool) -> None:
         assert each.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_containers_come_before_what_they_hold() -> None:
+def test_containers_come_before_what_they_hold():
     value = {"a": [1, None], "b": Pair(2, ())}
     found = [(path, type(each)) for path, each in tensors.containers_with_paths(value)]
     assert found == [((), dict), (("a",), list), (("b",), Pair), (("b", "right"), tuple)]

@@ -19,9 +19,7 @@ from piecegraph.torch_compat.compiling import inductor, toolchain
 
 
 @pytest.mark.parametrize("code", ["int probe;", "not C++"])
-def test_the_compiler_is_probed_once_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
+def test_the_compiler_is_probed_once_a_machine(tmp_path, monkeypatch, code):
     from torch._inductor.cpp_builder import CppBuilder
     from torch._inductor.cpu_vec_isa import VecAVX512, VecISA
 
@@ -39,14 +37,14 @@ def test_the_compiler_is_probed_once_a_machine(
     assert VecISA.check_build is original
 
 
-def test_compiler_is_found_and_says_its_version() -> None:
+def test_compiler_is_found_and_says_its_version():
     compiler = toolchain.cpp_compiler()
     assert compiler is not None
     assert shutil.which(compiler)
     assert toolchain.compiler_version()
 
 
-def test_no_compiler_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_none(monkeypatch):
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -57,7 +55,7 @@ def test_no_compiler_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert toolchain.cpp_compiler() is None
 
 
-def test_stand_in_answers_and_refuses_to_compile(tmp_path: Path) -> None:
+def test_stand_in_answers_and_refuses_to_compile(tmp_path):
     import torch._inductor.config as inductor_config
 
     options = inductor_config.patch({"cpp.cxx": (None, "/usr/missing/compiler")})
@@ -70,7 +68,7 @@ def test_stand_in_answers_and_refuses_to_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimized", [None, "int i -= 1;"])
-def test_a_library_is_named_by_its_text_alone(tmp_path: Path, optimized: str | None) -> None:
+def test_a_library_is_named_by_its_text_alone(tmp_path, optimized):
     """Of the same text and another compiler, Python or torch; a header has its command's name."""
     from torch._inductor import codecache
 
@@ -90,7 +88,7 @@ def test_a_library_is_named_by_its_text_alone(tmp_path: Path, optimized: str | N
         assert len(headers) == 2
 
 
-def test_a_library_that_was_not_stored_is_an_error(tmp_path: Path) -> None:
+def test_a_library_that_was_not_stored_is_an_error(tmp_path):
     from torch._inductor import codecache
     from torch._inductor.cpp_builder import CppBuilder, CppOptions
 
@@ -102,7 +100,7 @@ def test_a_library_that_was_not_stored_is_an_error(tmp_path: Path) -> None:
             codecache._worker_compile_cpp(str(tmp_path / "lock"), [builder])
 
 
-def test_no_header_is_compiled_for_code_that_is_loaded(tmp_path: Path) -> None:
+def test_no_header_is_compiled_for_code_that_is_loaded(tmp_path):
     import torch._inductor.config as inductor_config
 
     with toolchain.without_compiler(str(tmp_path), b"some version"):
@@ -110,7 +108,7 @@ def test_no_header_is_compiled_for_code_that_is_loaded(tmp_path: Path) -> None:
     assert inductor_config.cpp_cache_precompile_headers
 
 
-def test_headers_are_ready_or_not(tmp_path: Path) -> None:
+def test_headers_are_ready_or_not(tmp_path):
     assert not toolchain.cpp_headers_ready(tmp_path)
     (tmp_path / "one.gch").touch()
     assert toolchain.cpp_headers_ready(tmp_path)
@@ -143,9 +141,7 @@ def precompile(header: str) -> str:
     return path
 
 
-def test_headers_are_used_from_the_given_directory_only(
-    tmp_path: Path, made_headers: list[str]
-) -> None:
+def test_headers_are_used_from_the_given_directory_only(tmp_path, made_headers):
     from torch._inductor import codecache
 
     before = codecache._precompile_header, codecache._HEADER_DIR
@@ -162,9 +158,7 @@ def headers_in(directory: Path) -> set[str]:
     return {file.name for file in directory.glob("*.gch*")}
 
 
-def test_headers_used_longest_ago_are_removed_when_one_is_made(
-    tmp_path: Path, made_headers: list[str]
-) -> None:
+def test_headers_used_longest_ago_are_removed_when_one_is_made(tmp_path, made_headers):
     directory = tmp_path / "precompiled_headers"
     with toolchain.precompiled_headers_in(tmp_path):
         precompile("old.h")
@@ -185,9 +179,7 @@ def test_headers_used_longest_ago_are_removed_when_one_is_made(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_header_has_its_name_when_it_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
-) -> None:
+def test_a_header_has_its_name_when_it_is_complete(tmp_path, monkeypatch, killed):
     from torch._inductor import codecache, cpp_builder
 
     def compile_half(command: str, cwd: str) -> None:
@@ -207,7 +199,7 @@ def test_a_header_has_its_name_when_it_is_complete(
     assert (tmp_path / "x.h.gch").exists() is not killed
 
 
-def test_kept_probes_are_found(tmp_path: Path) -> None:
+def test_kept_probes_are_found(tmp_path):
     assert toolchain.probes(tmp_path) == {}
     toolchain.keep_probe(tmp_path, "a" * 64, b"builds")
     toolchain.keep_probe(tmp_path, "b" * 64, b"")
@@ -216,7 +208,7 @@ def test_kept_probes_are_found(tmp_path: Path) -> None:
     assert toolchain.known_probe(tmp_path, "c" * 64) is None
 
 
-def test_pipes_links_and_other_names_among_probes_are_ignored(tmp_path: Path) -> None:
+def test_pipes_links_and_other_names_among_probes_are_ignored(tmp_path):
     """Opening a pipe to read it would wait for a writer."""
     toolchain.keep_probe(tmp_path, "a" * 64, b"builds")
     directory = tmp_path / toolchain.PROBES
@@ -228,9 +220,7 @@ def test_pipes_links_and_other_names_among_probes_are_ignored(tmp_path: Path) ->
     assert [toolchain.known_probe(tmp_path, name * 64) for name in "bcd"] == [None] * 3
 
 
-def test_directory_that_another_user_made_first_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_another_user_made_first_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     directory = toolchain_directory("scratch")
     assert directory.parent == tmp_path
@@ -243,9 +233,7 @@ def test_directory_that_another_user_made_first_is_not_used(
 
 
 @pytest.mark.compile
-def test_pipe_in_torchs_directory_does_not_stop_a_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipe_in_torchs_directory_does_not_stop_a_compile(tmp_path, monkeypatch):
     """That directory, which any user can create first, is not looked at."""
     planted = tmp_path / f"torchinductor_{getpass.getuser()}" / "isa_probes"
     planted.mkdir(parents=True)
@@ -264,7 +252,7 @@ def test_pipe_in_torchs_directory_does_not_stop_a_compile(
         signal.signal(signal.SIGALRM, before)
 
 
-def test_f7_extensions_of_the_cpu_are_those_that_stand_for_instructions(tmp_path: Path) -> None:
+def test_f7_extensions_of_the_cpu_are_those_that_stand_for_instructions(tmp_path):
     facts = tmp_path / "cpuinfo"
     facts.write_text(
         "processor : 0\nflags\t\t: fpu avx2 amx_tile md_clear avx512_fp16 ibrs\n\nflags : no"

@@ -54,7 +54,7 @@ def captured(model: nn.Module) -> tuple[Captured, TraceWithCopies]:
     return trace.captured, trace
 
 
-def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
+def test_a_copied_region_has_its_own_weights_names_and_guards():
     model = Stack()
     found, trace = captured(model)
     assert trace.copied == 2
@@ -68,7 +68,7 @@ def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
         assert all((name.format(number), kind) in guards for number in range(3)), (name, kind)
 
 
-def test_facts_of_a_copy_are_those_of_the_original() -> None:
+def test_facts_of_a_copy_are_those_of_the_original():
     facts = [
         GuardFact("L['self'].a.x", "CONSTANT_MATCH"),
         GuardFact("L['self'].ab", "TYPE_MATCH"),
@@ -88,9 +88,7 @@ def broken(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["copy_region", "text"])
-def test_what_fails_with_copies_is_traced_without(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_with_copies_is_traced_without(name, monkeypatch):
     from piecegraph.torch_compat.faster.equal_layers import calls
 
     monkeypatch.setattr(calls, name, broken)
@@ -100,9 +98,7 @@ def test_what_fails_with_copies_is_traced_without(
 
 
 @pytest.mark.parametrize(("kind", "method"), [("Match", "difference"), ("Region", "end")])
-def test_a_check_that_fails_names_the_layer(
-    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_fails_names_the_layer(kind, method, monkeypatch):
     from piecegraph.torch_compat.faster.equal_layers import calls
 
     monkeypatch.setattr(getattr(calls, kind), method, broken)

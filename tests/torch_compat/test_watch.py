@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_all_hooks_are_in_place_inside_and_none_after() -> None:
+def test_all_hooks_are_in_place_inside_and_none_after():
     from piecegraph.torch_compat.faster.equal_layers.calls import Calls
     from piecegraph.torch_compat.faster.equal_layers.watch import _HOOKS, watched
 

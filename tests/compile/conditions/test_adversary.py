@@ -63,7 +63,7 @@ def expect_none_stale(cold: Outcomes, changed: Outcomes) -> None:
 
 
 @pytest.mark.heavy
-def test_no_change_is_a_stale_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_change_is_a_stale_hit(tmp_path, monkeypatch):
     assert len(ADVERSARY) >= 190
     write(ADVERSARY, tmp_path, monkeypatch)
     cold, changed = (
@@ -77,9 +77,7 @@ def test_no_change_is_a_stale_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.heavy
 @pytest.mark.timeout(1200)
-def test_nothing_is_stale_after_verification(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_stale_after_verification(tmp_path, monkeypatch):
     """No condition refuses a bundle here; in the second and the third run only a trace does."""
     cases = {**sources(), **ADVERSARY}
     write(cases, tmp_path, monkeypatch)
@@ -106,9 +104,7 @@ def test_nothing_is_stale_after_verification(
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("name", REFUSED)
-def test_conditions_refuse_at_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conditions_refuse_at_once(name, tmp_path, monkeypatch):
     cold, changed, control = start_one(
         name, tmp_path, monkeypatch, ("use", "first"), ("force", "second"), ("force", "moved")
     )
@@ -119,9 +115,7 @@ def test_conditions_refuse_at_once(
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_trace_finds_what_no_condition_refuses(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_finds_what_no_condition_refuses(name, tmp_path, monkeypatch):
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
     outcomes = start_one(
         name,

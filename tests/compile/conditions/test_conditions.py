@@ -101,7 +101,7 @@ def outcomes(
 pytestmark = pytest.mark.slow
 
 
-def test_there_are_cases_enough() -> None:
+def test_there_are_cases_enough():
     assert len(sources()) >= 120
 
 
@@ -116,9 +116,7 @@ def each_eighth(cases: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", each_eighth(sources()))
-def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
-    name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
-) -> None:
+def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(name, outcomes):
     cold, changed, control = (outcomes[run][name] for run in ("cold", "changed", "control"))
     if name in NOT_TRACED and version("torch") < "2.12":
         assert cold["error"].startswith("TraceFailed")
@@ -141,9 +139,7 @@ def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
 
 
 @pytest.mark.parametrize("name", each_eighth(unread_sources()))
-def test_what_nobody_read_is_in_no_key(
-    name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
-) -> None:
+def test_what_nobody_read_is_in_no_key(name, outcomes):
     changed = outcomes["changed"][name]
     assert changed["hit"], changed
     assert changed["right"]

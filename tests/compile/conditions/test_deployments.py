@@ -69,8 +69,8 @@ def result(made: Start) -> float:
 
 @pytest.mark.parametrize("stage", ["trace_key", "store_bundle"])
 def test_f5_a_deployment_during_a_start_stores_no_old_code_as_new(
-    stage: str, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    stage, deployment, tmp_path, monkeypatch
+):
     """The files are replaced before the key is made, or after the code was compiled."""
     deployment.write(2.0)
     old = deployment.process()
@@ -90,7 +90,7 @@ def test_f5_a_deployment_during_a_start_stores_no_old_code_as_new(
     assert result(new) == 3.5
 
 
-def test_variants_of_one_model_live_side_by_side(deployment: Deployment, tmp_path: Path) -> None:
+def test_variants_of_one_model_live_side_by_side(deployment, tmp_path):
     for gain in (2.0, 3.5, 4.5):
         deployment.write(gain)
         assert not start(deployment.process(), tmp_path / "cache").hit
@@ -102,8 +102,8 @@ def test_variants_of_one_model_live_side_by_side(deployment: Deployment, tmp_pat
 
 
 def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    deployment, tmp_path, monkeypatch
+):
     """As compiling ahead does, whose trace of the same model may have other guards."""
     deployment.write(2.0)
     with monkeypatch.context() as patched:
@@ -124,8 +124,8 @@ def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
 
 
 def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    deployment, tmp_path, monkeypatch
+):
     deployment.write(2.0)
     monkeypatch.setattr(key_factors, "cpu_extensions", lambda: ("amx_tile", "avx2", "avx512f"))
     start(deployment.process(), tmp_path / "cache")
@@ -137,9 +137,7 @@ def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(
     assert other.events.counters["text_compiles"] == 1
 
 
-def test_a_secret_that_the_model_reads_is_stored_as_a_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_that_the_model_reads_is_stored_as_a_digest(tmp_path, monkeypatch):
     class Model(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * len(VARIABLES["PG_TEST_TOKEN"])

@@ -55,13 +55,13 @@ def begin(model: nn.Module, root: Path, **settings: Any) -> Any:
     return start(model, root, **{"splitting_ops": MIX, **settings})
 
 
-def test_equal_layers_are_traced_once() -> None:
+def test_equal_layers_are_traced_once():
     copied = expect_equal_traces(Stack())
     assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
 
 
 @pytest.mark.needs_torch("2.13", "layers are not copied")
-def test_a_layer_that_compares_a_size_with_its_number_is_copied() -> None:
+def test_a_layer_that_compares_a_size_with_its_number_is_copied():
     assert expect_equal_traces(MODELS["a limit of sizes"]()) == COUNT - 2
 
 
@@ -74,7 +74,7 @@ EACH_TIME = (
 
 
 @pytest.mark.parametrize("name", each_time(MODELS, EACH_TIME))
-def test_a_layer_that_differs_is_traced(name: str) -> None:
+def test_a_layer_that_differs_is_traced(name):
     with contextlib.suppress(CompileError):  # not to be traced, which is no wrong result
         expect_equal_traces(MODELS[name]())
 
@@ -82,7 +82,7 @@ def test_a_layer_that_differs_is_traced(name: str) -> None:
 @pytest.mark.parametrize(
     "names", [["a number", "a hook"], pytest.param([*CHANGES], marks=pytest.mark.heavy)]
 )
-def test_a_change_of_one_layer_is_a_miss(names: list[str], tmp_path: Path) -> None:
+def test_a_change_of_one_layer_is_a_miss(names, tmp_path):
     begin(Stack(), tmp_path)
     assert begin(Stack(), tmp_path, bundle="force").hit
     wrong = []
@@ -97,9 +97,7 @@ def test_a_change_of_one_layer_is_a_miss(names: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("variables", ["abcd", "aaaa", "aabb"])
-def test_a_variable_of_several_functions_is_compared_in_each(
-    variables: str, tmp_path: Path
-) -> None:
+def test_a_variable_of_several_functions_is_compared_in_each(variables, tmp_path):
     factors = [2.0] * COUNT
     begin(by_closures(variables, factors), tmp_path)
     assert begin(by_closures(variables, factors), tmp_path, bundle="force").hit
@@ -110,7 +108,7 @@ def test_a_variable_of_several_functions_is_compared_in_each(
             begin(model, tmp_path, bundle="force")
 
 
-def test_facts_of_another_call_of_a_layer_are_not_those_of_its_copies(tmp_path: Path) -> None:
+def test_facts_of_another_call_of_a_layer_are_not_those_of_its_copies(tmp_path):
     begin(called_in_two_forms(), tmp_path)
     assert begin(called_in_two_forms(), tmp_path, bundle="force").hit
 
@@ -123,13 +121,13 @@ OTHERWISE = (
 
 
 @pytest.mark.parametrize("name", each_time(named_layers.COPIED, ONCE))
-def test_layers_with_objects_of_their_name_are_traced_once(name: str) -> None:
+def test_layers_with_objects_of_their_name_are_traced_once(name):
     copied = expect_equal_traces(named_layers.COPIED[name](), splitting_ops=())
     assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
 
 
 @pytest.mark.parametrize("name", each_time(named_layers.TRACED, OTHERWISE))
-def test_a_layer_that_uses_its_name_otherwise_is_traced(name: str) -> None:
+def test_a_layer_that_uses_its_name_otherwise_is_traced(name):
     with contextlib.suppress(TraceFailed):  # which is no wrong result
         expect_equal_traces(named_layers.TRACED[name](), splitting_ops=())
 
@@ -144,7 +142,7 @@ def test_a_layer_that_uses_its_name_otherwise_is_traced(name: str) -> None:
         ),
     ],
 )
-def test_a_change_of_a_name_or_a_part_is_a_miss(first: str, then: Any, tmp_path: Path) -> None:
+def test_a_change_of_a_name_or_a_part_is_a_miss(first, then, tmp_path):
     settings: Any = {"splitting_ops": ("piecegraph_test::kept_Label",), "bundle": "force"}
     begin(named_layers.COPIED[first](), tmp_path, **{**settings, "bundle": "use"})
     assert begin(named_layers.COPIED[first](), tmp_path, **settings).hit

@@ -31,7 +31,7 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS)
-def test_the_tree_is_that_of_ast(text: str) -> None:
+def test_the_tree_is_that_of_ast(text):
     tree, expected = parsed(text), ast.parse(text, mode="eval").body
     assert ast.dump(tree) == ast.dump(expected).replace(", ctx=Load()", "")
     if text.isascii() and not isinstance(expected, ast.Tuple):
@@ -41,6 +41,6 @@ def test_the_tree_is_that_of_ast(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a[", "a b", "a[1:2]", "f(x=1)", "lambda: 0", "<class 'x'>", "a.1"]
 )
-def test_anything_else_is_refused(text: str) -> None:
+def test_anything_else_is_refused(text):
     with pytest.raises(SyntaxError):
         parsed(text)

@@ -56,7 +56,7 @@ def locator(model: nn.Module) -> Locator:
     return Locator(model, captured)
 
 
-def test_expressions_are_located_alike_alone_and_after_others() -> None:
+def test_expressions_are_located_alike_alone_and_after_others():
     model = Model()
     together = locator(model)
     for expression in EXPRESSIONS:
@@ -70,7 +70,7 @@ def test_expressions_are_located_alike_alone_and_after_others() -> None:
             together.locate(expression)
 
 
-def test_names_of_a_wrapped_weight_are_read_and_other_methods_are_not_called() -> None:
+def test_names_of_a_wrapped_weight_are_read_and_other_methods_are_not_called():
     model = nn.Linear(2, 2)
     parts = TwoTensor(torch.ones(2, 2), torch.zeros(2, 2))
     model.weight = nn.Parameter(parts, requires_grad=False)

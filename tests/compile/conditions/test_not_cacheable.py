@@ -6,7 +6,6 @@ import importlib.util
 import io
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +70,7 @@ KEPT = pytest.mark.needs_torch("2.12", "Dynamo 2.11 cannot trace a kept result o
 @pytest.mark.parametrize(
     "form", [pytest.param(each, marks=[KEPT] * (each == "kept result")) for each in FORMS]
 )
-def test_report_names_the_condition_and_the_line(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_names_the_condition_and_the_line(form, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     before, result, expected = FORMS[form]
     file = tmp_path / "case.py"
@@ -109,9 +106,7 @@ def test_report_names_the_condition_and_the_line(
             assert f"{file}:{number}" in line
 
 
-def test_report_names_the_setting_that_has_no_description(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_names_the_setting_that_has_no_description(tmp_path, monkeypatch):
     class Pass:
         def __init__(self) -> None:
             self.named = {'say "it"': io.StringIO()}
@@ -136,9 +131,7 @@ def test_report_names_the_setting_that_has_no_description(
     assert not compile_ahead(torch.nn.Linear(8, 8), config)
 
 
-def test_a_piece_without_a_description_is_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_without_a_description_is_not_stored(tmp_path, monkeypatch):
     def fingerprint(*_: Any) -> str:
         raise Undescribable(".x", "has no description")
 

@@ -7,7 +7,6 @@ import copy
 import functools
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,9 +129,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.heavy)])
-def test_one_changed_leaf_never_gives_the_old_result(
-    examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_changed_leaf_never_gives_the_old_result(examples, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     x = torch.ones(3, 8)
 

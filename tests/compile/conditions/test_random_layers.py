@@ -8,7 +8,6 @@ import itertools
 import types
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,7 +203,7 @@ PLANS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("examples", [1, pytest.param(200, marks=pytest.mark.heavy)])
-def test_random_stacks(examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_stacks(examples, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     x = torch.linspace(-1, 1, 24).reshape(3, 8)
     roots = (tmp_path / str(number) for number in itertools.count())
@@ -241,7 +240,7 @@ def test_random_stacks(examples: int, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("batch", range(1, 11))
-def test_random_stacks_of_inductor_cold_and_warm(batch: int, tmp_path: Path) -> None:
+def test_random_stacks_of_inductor_cold_and_warm(batch, tmp_path):
     """All on one cache, in which each model finds the artifacts of those before it."""
     x, counts = torch.linspace(-1, 1, 24).reshape(3, 8), Counter[str]()
     given_to_start: Any = {"splitting_ops": MIX, "compiler": "inductor"}

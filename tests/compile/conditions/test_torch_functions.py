@@ -36,11 +36,11 @@ def nodes_of(*targets: Any) -> list[torch.fx.Node]:
         ("sin", "torch.Tensor", "sin"),
     ],
 )
-def test_names_that_functions_of_torch_read_are_known(target: Any, space: str, name: str) -> None:
+def test_names_that_functions_of_torch_read_are_known(target, space, name):
     assert name in names_read(nodes_of(target))[space]
 
 
-def test_functions_of_a_program_are_not_followed_and_no_module_is_one_of_the_compiler() -> None:
+def test_functions_of_a_program_are_not_followed_and_no_module_is_one_of_the_compiler():
     assert names_read(nodes_of(nodes_of, torch.sin)) == {"torch.Tensor": []}
     spaces = names_read(nodes_of(F.multi_head_attention_forward, F.max_pool2d, torch.einsum))
     assert not any(space.startswith(("torch._dynamo", "torch._inductor")) for space in spaces)
@@ -51,7 +51,7 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda y: torch.ops.pg_nested.scale(F.silu(y)), x, use_reentrant=False)
 
 
-def test_what_the_body_of_a_checkpoint_calls_is_a_condition() -> None:
+def test_what_the_body_of_a_checkpoint_calls_is_a_condition():
     library = torch.library.Library("pg_nested", "DEF")
     library.define("scale(Tensor x) -> Tensor")
     library.impl("scale", lambda x: x * 2, "CompositeImplicitAutograd")

@@ -69,7 +69,7 @@ def all_of(prefix: str) -> list[str]:
     return [f"{prefix}{number}" for number in range(MACHINES)]
 
 
-def test_one_of_six_cold_machines_compiles(fleet: Fleet) -> None:
+def test_one_of_six_cold_machines_compiles(fleet):
     outcomes = fleet.start(*all_of("first"))
     *waited, compiled = compiles(outcomes)
     assert waited == [0] * (MACHINES - 1)
@@ -80,7 +80,7 @@ def test_one_of_six_cold_machines_compiles(fleet: Fleet) -> None:
     assert all(outcome["hit"] for outcome in warm)
 
 
-def test_machines_serve_uncompiled_while_one_of_them_compiles(fleet: Fleet) -> None:
+def test_machines_serve_uncompiled_while_one_of_them_compiles(fleet):
     outcomes = fleet.start(*all_of("machine"), bundle="serve")
     *waited, compiled = compiles(outcomes)
     assert waited == [0] * (MACHINES - 1)
@@ -90,7 +90,7 @@ def test_machines_serve_uncompiled_while_one_of_them_compiles(fleet: Fleet) -> N
         assert max(outcome["error_of_uncompiled"], outcome["error_of_results"]) < 1e-5
 
 
-def test_a_killed_holder_is_followed_by_one_of_those_who_wait(fleet: Fleet) -> None:
+def test_a_killed_holder_is_followed_by_one_of_those_who_wait(fleet):
     """A lease that did not change for a minute is that of a dead machine."""
     killed = subprocess.Popen(
         command_of(fleet.directory / "killed", [fleet.settings]), stdout=subprocess.DEVNULL
@@ -106,7 +106,7 @@ def test_a_killed_holder_is_followed_by_one_of_those_who_wait(fleet: Fleet) -> N
     assert not fleet.stored("locks")
 
 
-def test_two_versions_share_a_layer_and_each_finds_its_own(fleet: Fleet) -> None:
+def test_two_versions_share_a_layer_and_each_finds_its_own(fleet):
     """A rolling upgrade and its rollback: machines of both versions start side by side."""
     (first,) = fleet.start("old1", version="1.0.0")
     assert not first["hit"]
@@ -121,7 +121,7 @@ def test_two_versions_share_a_layer_and_each_finds_its_own(fleet: Fleet) -> None
         assert back["hit"]
 
 
-def test_what_is_purged_outside_is_stored_again_by_who_has_it(fleet: Fleet) -> None:
+def test_what_is_purged_outside_is_stored_again_by_who_has_it(fleet):
     fleet.start("one")
     stored = fleet.stored()
     fleet.files.rm(fleet.root, recursive=True)
@@ -136,7 +136,7 @@ def test_what_is_purged_outside_is_stored_again_by_who_has_it(fleet: Fleet) -> N
         assert new["hit"]
 
 
-def test_a_directory_is_pruned_all_the_time_while_machines_start(fleet: Fleet) -> None:
+def test_a_directory_is_pruned_all_the_time_while_machines_start(fleet):
     """They share one private directory, and lose what they have just stored or found."""
     ended, prunes = threading.Event(), list[int]()
 
@@ -158,7 +158,7 @@ def test_a_directory_is_pruned_all_the_time_while_machines_start(fleet: Fleet) -
     assert found["hit"]
 
 
-def test_a_machine_with_a_full_disk_serves_what_the_layer_has(fleet: Fleet) -> None:
+def test_a_machine_with_a_full_disk_serves_what_the_layer_has(fleet):
     small = fleet.directory / "small"
     small.mkdir(mode=0o700)
     mounted = f'mount -t tmpfs -o size=64k,mode=700 tmpfs {small} && exec "$@"'
@@ -171,7 +171,7 @@ def test_a_machine_with_a_full_disk_serves_what_the_layer_has(fleet: Fleet) -> N
     assert found["hit"]
 
 
-def test_clocks_that_differ_by_days_change_nothing(fleet: Fleet) -> None:
+def test_clocks_that_differ_by_days_change_nothing(fleet):
     with ThreadPoolExecutor() as pool:
         early = pool.submit(fleet.start, "early1", "early2", skew=-86400)
         late = pool.submit(fleet.start, "late1", skew=86400)

@@ -19,9 +19,7 @@ from .conftest import Outcome, StartOnce
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 
-def test_starts_without_a_compiler_and_without_torch_caches(
-    form: Path, start_once: StartOnce, bare: dict[str, str], tmp_path: Path
-) -> None:
+def test_starts_without_a_compiler_and_without_torch_caches(form, start_once, bare, tmp_path):
     copied = tmp_path / "container" / "cache"
     shutil.copytree(form, copied)
     outcome = start_once(copied, bare, bundle="force", layers=32)
@@ -36,14 +34,12 @@ def test_starts_without_a_compiler_and_without_torch_caches(
 
 
 @pytest.mark.heavy
-def test_w29_torch_cache_variables_are_not_left_behind(
-    filled: Path, start_once: StartOnce, tmp_path: Path
-) -> None:
+def test_w29_torch_cache_variables_are_not_left_behind(filled, start_once, tmp_path):
     unset = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
     assert start_once(filled, unset)["variables"] == unset
 
 
-def test_bundle_of_many_layers_is_hardly_larger(form: Path) -> None:
+def test_bundle_of_many_layers_is_hardly_larger(form):
     few, many = sorted(  # libraries replace the artifacts under the same key
         sum(blob.size for blob in manifest.blobs.values())
         for manifest, _ in manifests(form, "bundle")
@@ -61,17 +57,13 @@ def start_together(start_once: StartOnce, caches: list[Path], meeting: Path) -> 
 
 
 @pytest.mark.heavy
-def test_all_ranks_load_where_all_have_the_bundle(
-    filled: Path, start_once: StartOnce, tmp_path: Path
-) -> None:
+def test_all_ranks_load_where_all_have_the_bundle(filled, start_once, tmp_path):
     outcomes = start_together(start_once, [filled, filled], tmp_path / "meeting")
     assert [outcome["hit"] for outcome in outcomes] == [True, True]
 
 
 @pytest.mark.heavy
-def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
-    filled: Path, start_once: StartOnce, tmp_path: Path
-) -> None:
+def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(filled, start_once, tmp_path):
     lacking = tmp_path / "lacking"
     shutil.copytree(filled, lacking)
     for bundle in lacking.glob("entries-*/bundle"):
@@ -84,9 +76,7 @@ def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
 
 
 @pytest.mark.heavy
-def test_a_machine_without_a_compiler_serves_uncompiled(
-    start_once: StartOnce, bare: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_machine_without_a_compiler_serves_uncompiled(start_once, bare, tmp_path):
     outcome = start_once(tmp_path / "cache", bare, bundle="serve")
     assert outcome["background"]["state"] == "failed"
     assert "compiler" in outcome["background"]["failures"][-1]["reason"].lower()
@@ -94,9 +84,7 @@ def test_a_machine_without_a_compiler_serves_uncompiled(
 
 
 @pytest.mark.heavy
-def test_a_start_that_serves_builds_libraries_for_the_next_one(
-    start_once: StartOnce, tmp_path: Path
-) -> None:
+def test_a_start_that_serves_builds_libraries_for_the_next_one(start_once, tmp_path):
     cold = start_once(tmp_path / "cache", bundle="serve_ahead")
     (built,) = cold["background"]["libraries"]
     assert (cold["hit"], cold["background"]["state"], built["reason"]) == (False, "compiled", None)
@@ -127,9 +115,7 @@ WAYS = {
         for seconds in (0, 1, 4)
     ],
 )
-def test_a_program_ends_as_it_wants_while_its_model_is_compiled(
-    tmp_path: Path, way: str, seconds: int
-) -> None:
+def test_a_program_ends_as_it_wants_while_its_model_is_compiled(tmp_path, way, seconds):
     end, status = WAYS[way]
     program = (
         "import sys, os, signal, time; sys.argv[1:] = []\n"

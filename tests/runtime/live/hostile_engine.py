@@ -68,7 +68,7 @@ class HostileEngine:
             assert not self._thread.is_alive(), f"it hangs after {dict(self.ran)}"
 
     @contextmanager
-    def test_waits(self) -> Iterator[None]:
+    def test_waits(self):
         """The test runs no step of its own inside."""
         self._waiting.set()
         try:

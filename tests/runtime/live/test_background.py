@@ -51,9 +51,7 @@ def serve_until_over(served: LiveServed) -> None:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "delayed"])
-def test_steps_are_right_before_and_after_the_switch(
-    serve_cold: Callable[..., LiveServed], strategy: str
-) -> None:
+def test_steps_are_right_before_and_after_the_switch(serve_cold, strategy):
     served = serve_cold(strategy=strategy, steps={"after_seal": "raise"})
     served.prepared.capture()
     served.prepared.seal()
@@ -78,9 +76,7 @@ def test_steps_are_right_before_and_after_the_switch(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
-def test_the_switch_comes_between_steps_in_flight(
-    serve_cold: Callable[..., LiveServed], strategy: str
-) -> None:
+def test_the_switch_comes_between_steps_in_flight(serve_cold, strategy):
     replay = {"delay": True, "fail_on_early_writes": True}
     served = serve_cold(strategy=strategy, replay=replay)
     served.prepared.capture()
@@ -100,9 +96,7 @@ def test_the_switch_comes_between_steps_in_flight(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
-def test_graphs_are_captured_between_the_steps_from_the_switch_on(
-    serve_cold: Callable[..., LiveServed], strategy: str
-) -> None:
+def test_graphs_are_captured_between_the_steps_from_the_switch_on(serve_cold, strategy):
     served = serve_cold(strategy=strategy)
     served.prepared.capture()
     serve_until_over(served)
@@ -116,9 +110,7 @@ def test_graphs_are_captured_between_the_steps_from_the_switch_on(
 
 
 @pytest.mark.compile
-def test_probes_of_a_memory_limit_run_between_steps_too(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_of_a_memory_limit_run_between_steps_too(serve_cold, monkeypatch):
     recorded, record = list[int](), GraphSet.record
 
     def counted(graphs: GraphSet, graph_index: int, session: Any) -> Any:
@@ -141,9 +133,7 @@ def test_probes_of_a_memory_limit_run_between_steps_too(
 
 
 @pytest.mark.compile
-def test_who_closes_while_a_forecast_is_made_leaves_no_graph(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_who_closes_while_a_forecast_is_made_leaves_no_graph(serve_cold):
     served = serve_cold(steps={"memory_limit": 10**9})
     served.prepared.capture()
     serve_until_over(served)
@@ -154,9 +144,7 @@ def test_who_closes_while_a_forecast_is_made_leaves_no_graph(
 
 
 @pytest.mark.compile
-def test_the_startup_set_after_the_switch_is_not_evicted(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_the_startup_set_after_the_switch_is_not_evicted(serve_cold):
     served = serve_cold(strategy={"kind": "lazy", "max_bytes": 1})
     served.prepared.capture()
     serve_until_over(served)
@@ -167,9 +155,7 @@ def test_the_startup_set_after_the_switch_is_not_evicted(
 
 
 @pytest.mark.compile
-def test_the_steps_of_an_uncompiled_model_are_logged(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_the_steps_of_an_uncompiled_model_are_logged(serve_cold):
     served = serve_cold()
     seen = list[tuple[Batch, Decision]]()
 
@@ -184,9 +170,7 @@ def test_the_steps_of_an_uncompiled_model_are_logged(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("captured", [False, True])
-def test_another_thread_may_wait_for_the_switch(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch, captured: bool
-) -> None:
+def test_another_thread_may_wait_for_the_switch(serve_cold, monkeypatch, captured):
     """No step runs while the model switches, however long that takes."""
     make = GraphSet.__init__
 
@@ -210,9 +194,7 @@ def test_another_thread_may_wait_for_the_switch(
 
 
 @pytest.mark.compile
-def test_who_waits_for_the_switch_has_the_graphs_of_startup(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_who_waits_for_the_switch_has_the_graphs_of_startup(serve_cold):
     served = serve_cold()
     served.prepared.capture()
     assert served.prepared.parts.starts.wait_until_compiled()
@@ -220,9 +202,7 @@ def test_who_waits_for_the_switch_has_the_graphs_of_startup(
 
 
 @pytest.mark.compile
-def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(serve_cold):
     served = serve_cold(graph_mode="NONE", capture_sizes=None)
     assert not served.prepared.parts.starts.wait_until_compiled(timeout_s=0)
     empty = served.prepared(torch.empty(0, HIDDEN), batch=Batch(0, 0))
@@ -238,9 +218,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.compile
-def test_a_model_that_cannot_be_compiled_is_served_uncompiled(
-    serve_cold: Callable[..., LiveServed], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_cannot_be_compiled_is_served_uncompiled(serve_cold, caplog):
     alone: dict[str, Any] = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
     served = serve_cold(Branches(), **alone)
     assert not served.prepared.parts.starts.wait_until_compiled()
@@ -254,9 +232,7 @@ def test_a_model_that_cannot_be_compiled_is_served_uncompiled(
 
 
 @pytest.mark.compile
-def test_a_model_that_is_prepared_in_inference_mode_switches(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_a_model_that_is_prepared_in_inference_mode_switches(serve_cold):
     with torch.inference_mode():
         served = serve_cold()
         assert served.prepared.parts.starts.wait_until_compiled()
@@ -273,9 +249,7 @@ class Gained(Model):
 
 
 @pytest.mark.compile
-def test_a_model_that_is_changed_meanwhile_is_compiled_again(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, monkeypatch):
     model = Gained()
 
     def change() -> None:
@@ -305,9 +279,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.compile
-def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
-    serve_cold: Callable[..., LiveServed], held: Any
-) -> None:
+def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, held):
     waiting, ended = threading.Event(), list[Exception]()
     served = serve_cold()
     thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
@@ -335,9 +307,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
 
 
 @pytest.mark.compile
-def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(
-    serve_cold: Callable[..., LiveServed], held: Any
-) -> None:
+def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(serve_cold, held):
     served = serve_cold()
     thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
     while not held.pieces:
@@ -353,9 +323,7 @@ def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(
 
 
 @pytest.mark.compile
-def test_events_of_the_thread_are_told_to_the_caller(
-    serve_cold: Callable[..., LiveServed],
-) -> None:
+def test_events_of_the_thread_are_told_to_the_caller(serve_cold):
     events = Events()
     served = serve_cold(events=events)
     assert served.prepared.parts.starts.wait_until_compiled(60)
@@ -365,9 +333,7 @@ def test_events_of_the_thread_are_told_to_the_caller(
 
 
 @pytest.mark.compile
-def test_what_cannot_be_stored_is_compiled_at_once(
-    serve_cold: Callable[..., LiveServed], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_stored_is_compiled_at_once(serve_cold, caplog):
     served = serve_cold(compiler="eager")
     assert served.prepared.compiled.traced
     assert "compiler 'eager' keeps no artifacts" in caplog.text
@@ -407,9 +373,7 @@ def serve_on_a_rank(rank: int, folder: Path, serve: Callable[..., LiveServed], l
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 @pytest.mark.parametrize("lost", [False, True])
-def test_ranks_switch_at_the_same_step_or_not_at_all(
-    serve_cold: Callable[..., LiveServed], tmp_path: Path, lost: bool
-) -> None:
+def test_ranks_switch_at_the_same_step_or_not_at_all(serve_cold, tmp_path, lost):
     fork = multiprocessing.get_context("fork").Process
     ranks = [fork(target=serve_on_a_rank, args=(i, tmp_path, serve_cold, lost)) for i in range(2)]
     for rank in ranks:
@@ -438,9 +402,7 @@ def libraries(served: LiveServed) -> list[dict[str, Any]]:
 
 
 @pytest.mark.compile
-def test_libraries_are_built_once_compiled_code_serves(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
     def build(request: CompileRequest) -> bool:
         request.records.failed_libraries.append("no such op")
         return False
@@ -459,9 +421,7 @@ def test_libraries_are_built_once_compiled_code_serves(
 
 
 @pytest.mark.compile
-def test_an_error_while_libraries_are_built_does_not_reach_steps(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, monkeypatch):
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
     served = serve_cold(bundle="serve_ahead")
     served.prepared.parts.starts.wait_until_compiled()
@@ -473,9 +433,7 @@ def test_an_error_while_libraries_are_built_does_not_reach_steps(
 
 
 @pytest.mark.compile
-def test_closing_ends_the_building_of_libraries(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
     begun = threading.Event()
 
     def build(request: CompileRequest) -> bool:

@@ -66,9 +66,7 @@ def failures(prepared: PreparedModel) -> list[bool]:
     return [failure.put_aside for failure in prepared.records.of(BundleFailed)]
 
 
-def test_kernel_that_raises_twice_takes_the_bundle_out_on_all_machines(
-    start: Start, broken: None, tmp_path: Path
-) -> None:
+def test_kernel_that_raises_twice_takes_the_bundle_out_on_all_machines(start, broken, tmp_path):
     first = start("one")
     assert "it is put aside if another start fails in it" in str(failing_step(first).__notes__)
     assert failures(first.prepared) == [False]
@@ -92,9 +90,7 @@ def test_kernel_that_raises_twice_takes_the_bundle_out_on_all_machines(
 
 
 @pytest.mark.heavy
-def test_layer_that_is_only_read_does_not_bring_it_back(
-    start: Start, broken: None, tmp_path: Path
-) -> None:
+def test_layer_that_is_only_read_does_not_bring_it_back(start, broken, tmp_path):
     bucket = {path: path.stat().st_mtime_ns for path in (tmp_path / "bucket").rglob("*")}
     for _ in range(2):
         failing_step(start("one", write_back=False))
@@ -108,7 +104,7 @@ def test_layer_that_is_only_read_does_not_bring_it_back(
 
 
 @pytest.mark.heavy
-def test_capture_that_fails_counts(start: Start, broken: None) -> None:
+def test_capture_that_fails_counts(start, broken):
     for expected in (False, True):
         served = start("one")
         with pytest.raises(Exception, match="no kernel image") as caught:
@@ -116,9 +112,7 @@ def test_capture_that_fails_counts(start: Start, broken: None) -> None:
         assert failures(served.prepared) == [expected], caught.value
 
 
-def test_failure_of_an_op_and_lack_of_memory_are_no_fault_of_the_bundle(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_of_an_op_and_lack_of_memory_are_no_fault_of_the_bundle(start, monkeypatch):
     start("one")
     served = start("one")
     assert from_bundle(served)
@@ -140,7 +134,7 @@ def test_failure_of_an_op_and_lack_of_memory_are_no_fault_of_the_bundle(
 
 
 @pytest.mark.heavy
-def test_bundle_without_pieces_is_compiled_again(start: Start, tmp_path: Path) -> None:
+def test_bundle_without_pieces_is_compiled_again(start, tmp_path):
     start("one")
     private = tmp_path / "one"
     ((bundle, _),) = manifests(private, "bundle")

@@ -100,7 +100,7 @@ def check(prepared: PreparedModel, model: nn.Module, batch: Batch, scale: float)
 
 
 @pytest.mark.parametrize("attention", [attend, attend_fresh])
-def test_piecewise_graphs_break_at_splitting_functions(attention: Callable[..., Any]) -> None:
+def test_piecewise_graphs_break_at_splitting_functions(attention):
     model = Untraceable(attention)
     prepared = prepared_for(model, GraphMode.PIECEWISE)
     kinds = [segment.kind for segment in prepared.recordings()[0][1].segments]
@@ -111,7 +111,7 @@ def test_piecewise_graphs_break_at_splitting_functions(attention: Callable[..., 
         assert check(prepared, model, Batch(12, 2), scale) == "NONE 12"
 
 
-def test_memory_limits_refresh_and_the_step_log_without_a_trace() -> None:
+def test_memory_limits_refresh_and_the_step_log_without_a_trace():
     model = Untraceable()
     unlimited = prepared_for(model, GraphMode.PIECEWISE)
     limit = unlimited.backend.memory().used - 1
@@ -125,7 +125,7 @@ def test_memory_limits_refresh_and_the_step_log_without_a_trace() -> None:
     assert [step.mode for step in unlimited.parts.log.last_steps()] == ["PIECEWISE"] * 2
 
 
-def test_a_moved_tensor_is_an_error_without_a_trace() -> None:
+def test_a_moved_tensor_is_an_error_without_a_trace():
     model = Untraceable()
     prepared = prepared_for(model, GraphMode.PIECEWISE)
     model.shift.data = torch.rand(4)
@@ -141,7 +141,7 @@ class Block(nn.Module):
         return x + out
 
 
-def test_a_profile_names_breaks_and_graphs_by_their_modules() -> None:
+def test_a_profile_names_breaks_and_graphs_by_their_modules():
     model = nn.Sequential(Block(), Block())
     config = {"inputs": {"input": "float32[num_tokens, 4]"}, "capture_sizes": (4,)}
     prepared = prepared_for(model, GraphMode.PIECEWISE, **config)
@@ -153,13 +153,13 @@ def test_a_profile_names_breaks_and_graphs_by_their_modules() -> None:
     assert {"graph PIECEWISE 4 after attend 0", "graph PIECEWISE 4 after attend 1"} < names
 
 
-def test_explain_shows_what_a_model_without_a_trace_has() -> None:
+def test_explain_shows_what_a_model_without_a_trace_has():
     text = explain(prepared_for(Untraceable(), GraphMode.PIECEWISE), "md")
     assert "Compiled regions" in text
     assert "Policy: prove" not in text
 
 
-def test_replay_does_not_run_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_does_not_run_the_forward(monkeypatch):
     model = Untraceable()
     prepared = prepared_for(model, GraphMode.PIECEWISE)
     model.calls.clear()
@@ -182,9 +182,7 @@ class Capturable(nn.Module):
         return out.flatten() + 1
 
 
-def test_splitting_ops_break_without_a_decorator_and_full_contains_them(
-    temporary_op: Callable[..., str],
-) -> None:
+def test_splitting_ops_break_without_a_decorator_and_full_contains_them(temporary_op):
     def kernel(x: Tensor, out: Tensor) -> None:
         out.copy_(x * 3)
 
@@ -205,7 +203,7 @@ def test_splitting_ops_break_without_a_decorator_and_full_contains_them(
     assert prepared.report()["captures"]
 
 
-def test_a_piecewise_graph_that_never_breaks_is_refused() -> None:
+def test_a_piecewise_graph_that_never_breaks_is_refused():
     class Unbroken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
@@ -214,14 +212,14 @@ def test_a_piecewise_graph_that_never_breaks_is_refused() -> None:
         prepared_for(Unbroken(), GraphMode.PIECEWISE)
 
 
-def test_without_a_graph_mode_there_are_no_graphs() -> None:
+def test_without_a_graph_mode_there_are_no_graphs():
     model = Untraceable()
     prepared = prepared_for(model, None)
     assert prepared.recordings() == []
     assert check(prepared, model, Batch(3, 1), 2.0) == "NONE 3"
 
 
-def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors() -> None:
+def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors():
     with pytest.raises(ResultFormUnknown, match="TypeError.*fake="):
         prepared_for(Untraceable(attend_fresh_without_fake), GraphMode.PIECEWISE)
 
@@ -250,9 +248,7 @@ class Mixing(nn.Module):
 
 @pytest.mark.parametrize("where", ["before", "after", "nowhere"])
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.PIECEWISE])
-def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(
-    where: str, mode: GraphMode
-) -> None:
+def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(where, mode):
     model = Mixing(where)
     full = mode is GraphMode.FULL
     if full:  # without attention that reads a value on the host
@@ -275,9 +271,7 @@ class Branching(nn.Module):
 
 @pytest.mark.compile
 @pytest.mark.parametrize("compiles", [True, False])
-def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(
-    compiles: bool,
-) -> None:
+def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(compiles):
     line = Branching.forward.__code__.co_firstlineno + 1
     with pytest.raises(AllCapturesFailed, match="cond reads a tensor's value on the host") as error:
         prepared_for(
@@ -313,7 +307,7 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [GraphMode.FULL, None])
-def test_prepare_changes_nothing_of_the_model(mode: GraphMode | None) -> None:
+def test_prepare_changes_nothing_of_the_model(mode):
     model = Stateful()
     attributes = {**vars(model), **model._buffers}
     config = Config(
@@ -333,12 +327,12 @@ def test_prepare_changes_nothing_of_the_model(mode: GraphMode | None) -> None:
     assert model.tables == []
 
 
-def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger() -> None:
+def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger():
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
     assert prepared.parts.strategies.ledger.bytes("weights") == 16
 
 
-def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events() -> None:
+def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events():
     events = Events()
     config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False)
     for _ in range(2):
@@ -347,14 +341,14 @@ def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events()
     assert prepared.report()["startup"]["prepare_seconds"] == last.seconds
 
 
-def test_what_the_level_decides_is_reported() -> None:
+def test_what_the_level_decides_is_reported():
     config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False, level=0)
     prepared = prepare(Untraceable(), config)
     (event,) = prepared.events.named("config")
     assert event.facts["settings"]["compiler"] == prepared.config.compiler == "eager"
 
 
-def test_prepare_counts_the_traffic_that_pruning_uses() -> None:
+def test_prepare_counts_the_traffic_that_pruning_uses():
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
     prepared(torch.randn(3, 4), batch=Batch(3, 1), metadata={"scale": torch.ones(())})
     assert prepared.usage.counts(4) == [0, 0, 0, 1, 0]
@@ -399,9 +393,7 @@ def write_kept(kept: Any, q: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("leave", [leave_new, leave_result])
-def test_a_tensor_that_leaves_a_break_is_refused_with_both_lines(
-    leave: Callable[..., Tensor],
-) -> None:
+def test_a_tensor_that_leaves_a_break_is_refused_with_both_lines(leave):
     with pytest.raises(AllCapturesFailed, match="left elsewhere") as caught:
         prepared_for(Leaving(leave), GraphMode.PIECEWISE)
     first = Leaving.forward.__code__.co_firstlineno + 1
@@ -409,7 +401,7 @@ def test_a_tensor_that_leaves_a_break_is_refused_with_both_lines(
         assert f"test_breakable.py:{line}" in str(caught.value)
 
 
-def test_a_break_may_write_to_what_the_model_keeps() -> None:
+def test_a_break_may_write_to_what_the_model_keeps():
     prepared = prepared_for(Leaving(write_kept), GraphMode.PIECEWISE)
     assert len(prepared.recordings()) == 3
     for num_tokens in (1, 2, 4):

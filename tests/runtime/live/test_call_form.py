@@ -142,7 +142,7 @@ def run(prepared: PreparedModel, tree: Any, **more: Any) -> None:
 
 
 @given(TREES, st.data())
-def test_a_call_of_another_form_is_refused_or_right(tree: Any, data: st.DataObject) -> None:
+def test_a_call_of_another_form_is_refused_or_right(tree, data):
     prepared = prepared_with(tree)
     run(prepared, tree)
     for changed in data.draw(st.lists(st.sampled_from(changes(tree)), max_size=8)):
@@ -162,13 +162,13 @@ def test_a_call_of_another_form_is_refused_or_right(tree: Any, data: st.DataObje
         ({"tree": {"a": 1, "b": "tensor"}, "other": "tensor"}, "'more' is a dict with 'other'"),
     ],
 )
-def test_the_error_names_the_path(changed: dict[str, Any], message: str) -> None:
+def test_the_error_names_the_path(changed, message):
     prepared = prepared_with({"a": 1, "b": "tensor"})
     with pytest.raises((InputMismatch, ArgumentFixed), match=message):
         run(prepared, **changed)
 
 
-def test_an_object_that_nothing_can_compare_is_refused() -> None:
+def test_an_object_that_nothing_can_compare_is_refused():
     class Options:
         scale = 2.0
 
@@ -189,7 +189,7 @@ class Unread(nn.Module):
 
 
 @pytest.mark.compile
-def test_what_the_graph_does_not_read_is_compared_too() -> None:
+def test_what_the_graph_does_not_read_is_compared_too():
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=8, max_num_reqs=8,
         graph_mode="NONE", compiler="eager", cache=False,

@@ -107,7 +107,7 @@ ACTIONS = {
 
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("action", ACTIONS)
-def test_failure_7_no_dummy_batch_leaves_a_trace(action: str, traced: bool) -> None:
+def test_failure_7_no_dummy_batch_leaves_a_trace(action, traced):
     model, kv = Model(), torch.rand(SLOTS, 4)
     buffers = {
         "x": torch.rand(MAX_TOKENS, 4),
@@ -134,7 +134,7 @@ def step(buffers: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["delayed", "lazy"])
-def test_failure_7_captures_between_steps_write_no_live_row(strategy: str) -> None:
+def test_failure_7_captures_between_steps_write_no_live_row(strategy):
     """Inputs are copied: the static buffers hold the rows of the step before the capture."""
     model, kv = Model(), torch.full((SLOTS, 4), 777.0)
     prepared = prepared_for(model, kv, strategy=strategy)
@@ -171,7 +171,7 @@ class Large(nn.Module):
 @pytest.mark.needs_part("proof")  # which finds it at prepare
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("other_rows", [False, True])
-def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) -> None:
+def test_of_a_large_buffer_only_rows_are_kept(other_rows, traced):
     model = Large(other_rows)
     config = Config(
         inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
@@ -193,7 +193,7 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
     assert len(prepared.recordings()) == 2
 
 
-def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept() -> None:
+def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept():
     large, slots = torch.arange(WHOLE // 4 + 100.0), torch.tensor([3, 4096])
     before = large.clone()
     with LargestResult() as largest, preserve([large], [slots]):
@@ -209,7 +209,7 @@ def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept() -> None:
         large[-1] = -1.0
 
 
-def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index() -> None:
+def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index():
     """A block of a KV cache is large: as many as a step has tokens would be most of it."""
     blocks = torch.zeros(1024, 64, 128)
     x, slots = torch.ones(600, 2), torch.tensor([1000])
@@ -219,7 +219,7 @@ def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index() -> Non
         assert rows.tolist() == expected
 
 
-def test_a_large_buffer_may_be_written_twice() -> None:
+def test_a_large_buffer_may_be_written_twice():
     """Without a trace each write is undone alone, in reverse: sums are those before the write."""
 
     class Twice(Large):
@@ -242,7 +242,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_memory_of_any_kind_is_restored_bit_for_bit(dtype: torch.dtype, inference: bool) -> None:
+def test_memory_of_any_kind_is_restored_bit_for_bit(dtype, inference):
     def bits(tensor: Tensor) -> Tensor:
         return tensor.contiguous().view(torch.uint8)
 
@@ -263,7 +263,7 @@ def test_memory_of_any_kind_is_restored_bit_for_bit(dtype: torch.dtype, inferenc
     assert all(map(torch.equal, map(bits, tensors), before))
 
 
-def test_state_that_is_too_large_is_not_copied() -> None:
+def test_state_that_is_too_large_is_not_copied():
     first, slots = torch.zeros(1024), torch.tensor([0])
     with LargestResult() as largest, pytest.raises(StateTooLarge):
         SavedMemory([first, torch.zeros(8)], [slots], most=first.nbytes)

@@ -47,9 +47,7 @@ def assert_at_rest() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(3,), (12,)])  # an eager segment, and no graph
-def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(
-    serve: Callable[..., Any], lengths: tuple[int, ...]
-) -> None:
+def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(serve, lengths):
     served = serve()
     served.prepared.capture()
     served.stage.fault = FAULT
@@ -62,9 +60,7 @@ def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(
 
 
 @pytest.mark.parametrize("lengths", [(3,), (12,)])  # graphs, and no graph
-def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(
-    serve: Callable[..., Any], lengths: tuple[int, ...]
-) -> None:
+def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(serve, lengths):
     served = serve()
     served.prepared.capture()
     decision = served.prepared.dispatch(served.batch(*lengths))
@@ -99,9 +95,7 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(
 
 
 @pytest.mark.parametrize("decision", [None, "FULL", Batch(3, 3)])
-def test_what_is_no_decision_of_the_model_is_refused(
-    serve: Callable[..., Any], decision: Any
-) -> None:
+def test_what_is_no_decision_of_the_model_is_refused(serve, decision):
     served = serve()
     served.prepared.capture()
     with pytest.raises(DecisionOfAnother):
@@ -123,9 +117,7 @@ def test_what_is_no_decision_of_the_model_is_refused(
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of torch, about its own beta features
-def test_an_input_without_rows_in_memory_is_refused_by_name(
-    serve: Callable[..., Any], form: Callable[[torch.Tensor], Any], kind: str
-) -> None:
+def test_an_input_without_rows_in_memory_is_refused_by_name(serve, form, kind):
     served = serve()
     served.prepared.capture()
     served.step(3)  # its form is known now
@@ -134,7 +126,7 @@ def test_an_input_without_rows_in_memory_is_refused_by_name(
     served.step(3)
 
 
-def test_buffers_that_the_model_does_not_read_are_ignored(serve: Callable[..., Any]) -> None:
+def test_buffers_that_the_model_does_not_read_are_ignored(serve):
     with pytest.raises(InvalidSetting, match="no such input"):
         serve(input_buffers={"typo": torch.zeros(16)})
     plan = serve().prepared.compiled.plan
@@ -146,9 +138,7 @@ def test_buffers_that_the_model_does_not_read_are_ignored(serve: Callable[..., A
 
 
 @pytest.mark.parametrize("strategy", CaptureStrategy)
-def test_w23_an_error_while_capturing_leaves_a_process_that_serves(
-    serve: Callable[..., Any], strategy: CaptureStrategy
-) -> None:
+def test_w23_an_error_while_capturing_leaves_a_process_that_serves(serve, strategy):
     served = serve(strategy=strategy)
     served.stage.fault = FAULT
     with pytest.raises(AllCapturesFailed, match="ValueError: no such block"):
@@ -181,9 +171,7 @@ def no_metadata(descriptor: Any, mode: Any) -> Any:
 @pytest.mark.parametrize(
     "settings", [{}, {"steps": {"memory_limit": 0.5}}, {"strategy": "delayed"}]
 )
-def test_metadata_that_cannot_be_made_is_the_callers_error(
-    serve: Callable[..., Any], settings: dict[str, Any]
-) -> None:
+def test_metadata_that_cannot_be_made_is_the_callers_error(serve, settings):
     served = serve(**settings)
     line = no_metadata.__code__.co_firstlineno + 1
     with pytest.raises(MetadataFailed, match=f"RuntimeError: block.*test_failures.py:{line}"):
@@ -198,9 +186,7 @@ def test_metadata_that_cannot_be_made_is_the_callers_error(
 
 @pytest.mark.parametrize("settings", [{}, {"steps": {"memory_limit": 0.5}}])
 @pytest.mark.parametrize("call", ["capture", "warm_up"])
-def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
-    serve: Callable[..., Any], settings: dict[str, Any], call: str
-) -> None:
+def test_a_layer_that_prepare_was_not_given_is_the_callers_error(serve, settings, call):
     served = serve(**settings)
     context = served.prepared._core.steps.context
     layers, context.layers = context.layers, {"other": 1}
@@ -216,7 +202,7 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
     assert served.step(3) == "PIECEWISE 4"
 
 
-def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any]) -> None:
+def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve):
     served = serve()
     served.stage.fault = KeyError("stage")
     with pytest.raises(AllCapturesFailed, match="KeyError"):
@@ -224,7 +210,7 @@ def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any
     assert served.prepared.events.named("capture.failed")
 
 
-def test_metadata_that_cannot_be_made_between_steps_is_reported(serve: Callable[..., Any]) -> None:
+def test_metadata_that_cannot_be_made_between_steps_is_reported(serve):
     served = serve(strategy="delayed")
     served.prepared.capture(lambda descriptor, mode: None)
     served.prepared._core.dummies.metadata_for = no_metadata
@@ -234,9 +220,7 @@ def test_metadata_that_cannot_be_made_between_steps_is_reported(serve: Callable[
     assert "block table is full" in event.facts["reason"]
 
 
-def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(
-    serve: Callable[..., Any],
-) -> None:
+def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(serve):
     def large(descriptor: Any, mode: Any) -> Any:
         if descriptor.num_tokens == 8:
             raise torch.OutOfMemoryError("8 blocks")
@@ -246,7 +230,7 @@ def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(
     assert [served.step(8), served.step(4)] == ["NONE 8", "PIECEWISE 4"]
 
 
-def test_an_interrupt_during_warm_up_exits_cleanly(serve: Callable[..., Any]) -> None:
+def test_an_interrupt_during_warm_up_exits_cleanly(serve):
     served = serve()
     seen: list[Any] = []
 
@@ -265,9 +249,7 @@ def test_an_interrupt_during_warm_up_exits_cleanly(serve: Callable[..., Any]) ->
     assert served.backend.memory().used == 0
 
 
-def test_gradients_and_inference_mode_of_the_caller_are_unchanged(
-    serve: Callable[..., Any],
-) -> None:
+def test_gradients_and_inference_mode_of_the_caller_are_unchanged(serve):
     served = serve()
     served.prepared.capture()
     x = torch.ones(2, 4, requires_grad=True)
@@ -281,7 +263,7 @@ def test_gradients_and_inference_mode_of_the_caller_are_unchanged(
     served.step(3)
 
 
-def test_closing_twice_is_fine_and_steps_are_refused(serve: Callable[..., Any]) -> None:
+def test_closing_twice_is_fine_and_steps_are_refused(serve):
     served = serve()
     served.prepared.capture()
     decision = served.prepared.dispatch(served.batch(1, 1))
@@ -291,7 +273,7 @@ def test_closing_twice_is_fine_and_steps_are_refused(serve: Callable[..., Any]) 
         served.prepared.run(decision, torch.ones(2, 4))
 
 
-def test_two_models_in_two_threads_are_independent(serve: Callable[..., Any]) -> None:
+def test_two_models_in_two_threads_are_independent(serve):
     both = [serve(strategy=strategy) for strategy in ("eager", "lazy")]
     errors: list[BaseException] = []
     start = threading.Barrier(2)
@@ -331,12 +313,7 @@ def in_a_thread(action: Callable[[], Any]) -> Any:
     ids=["step", "step of a thread", "refresh", "release"],
 )
 @pytest.mark.parametrize("lengths", [(3,), (12,)])
-def test_what_starts_in_the_middle_of_a_step_is_refused(
-    serve: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    action: Callable[[Any], Any],
-    lengths: tuple[int, ...],
-) -> None:
+def test_what_starts_in_the_middle_of_a_step_is_refused(serve, monkeypatch, action, lengths):
     served = serve()
     served.prepared.capture()
     served.step(*lengths)
@@ -347,7 +324,7 @@ def test_what_starts_in_the_middle_of_a_step_is_refused(
     served.step(*lengths)
 
 
-def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., Any]) -> None:
+def test_w14_nothing_is_captured_while_serving_under_eager(serve):
     served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
     served.prepared.capture()
     served.prepared.seal()
@@ -361,14 +338,14 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
     assert served.step(4) == "NONE 4"  # the one whose capture failed
 
 
-def test_a_dummy_batch_gives_the_context_its_layers_back(serve: Callable[..., Any]) -> None:
+def test_a_dummy_batch_gives_the_context_its_layers_back(serve):
     served = serve()
     layers = served.prepared._core.steps.context.layers
     served.prepared.capture()
     assert served.prepared._core.steps.context.layers is layers
 
 
-def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:
+def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve):
     served = serve(steps={"padding": {"x": "zero"}})
     served.prepared.capture()
     batch = served.batch(5, 3)
@@ -381,7 +358,7 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
         assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
-def test_failure_28_ops_read_how_many_rows_are_real(serve: Callable[..., Any]) -> None:
+def test_failure_28_ops_read_how_many_rows_are_real(serve):
     served = serve()
     served.prepared.capture()
     seen: list[int] = []
@@ -396,7 +373,7 @@ def test_failure_28_ops_read_how_many_rows_are_real(serve: Callable[..., Any]) -
     assert seen[:3] == [3, 3, 3]
 
 
-def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
+def test_a_failed_capture_holds_nothing(serve):
     served = serve()
     prepared, calls = served.prepared, []
 
@@ -419,7 +396,7 @@ def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     "call", ["capture", "warm_up", "parts.strategies.memory_plan", "seal", "refresh"]
 )
-def test_a_closed_model_refuses(serve: Callable[..., Any], call: str) -> None:
+def test_a_closed_model_refuses(serve, call):
     served = serve()
     served.prepared.close()
     handlers = logging.getLogger(TRACE_LOGGER).handlers[:]

@@ -140,7 +140,7 @@ def step(prepared: PreparedModel, metadata: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler: str) -> None:
+def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler):
     prepared = prepared_for(scaled, poison=False, compiler=compiler)
     assert step(prepared, 3.0).unique().item() == 7  # without a graph
     prepared.capture(lambda descriptor, mode: 5.0)
@@ -154,7 +154,7 @@ def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler: s
     assert caught.value.where.endswith(f"test_faithful_replay.py:{line}")
 
 
-def test_what_is_the_same_object_in_each_step_may_be_read() -> None:
+def test_what_is_the_same_object_in_each_step_may_be_read():
     prepared, metadata = prepared_for(scaled), torch.tensor(5.0)
     prepared.capture(lambda descriptor, mode: metadata)
     metadata.fill_(3.0)
@@ -164,7 +164,7 @@ def test_what_is_the_same_object_in_each_step_may_be_read() -> None:
     assert step(prepared, object()).unique().item() == 5
 
 
-def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -> None:
+def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step():
     """By default no graph freezes what the op reads in Python, not even in decode."""
     settings = {"splitting_ops": ("faithful_tests::scaled",), "attention": {"support": None}}
     prepared = prepared_for(scaled, graph_mode=None, **settings)
@@ -181,9 +181,7 @@ def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -
     ("op", "compiler"),
     [*((op, "eager") for op in (counted, read, *VALUE_READS)), (read, "inductor")],
 )
-def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
-    op: Callable[..., None], compiler: str
-) -> None:
+def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(op, compiler):
     prepared = prepared_for(op, compiler=compiler)
     line = op.__code__.co_firstlineno + 1
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
@@ -207,9 +205,7 @@ class Reading(nn.Module):
 @NUMPY_WARNS
 @pytest.mark.parametrize("fn", VALUE_READS)
 @pytest.mark.parametrize("is_op", [True, False])
-def test_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(
-    fn: Callable[..., None], is_op: bool
-) -> None:
+def test_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
     op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
     model = Reading(break_graph(fake=lambda x, out: None)(op))
     config = Config(
@@ -224,7 +220,7 @@ def test_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(
     assert step(eager, None).shape == (2, 4)
 
 
-def test_a_host_read_of_a_piece_itself_names_no_line_of_ours() -> None:
+def test_a_host_read_of_a_piece_itself_names_no_line_of_ours():
     class Chosen(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x[x[:, 0] > 0].sum(0) + x
@@ -237,7 +233,7 @@ def test_a_host_read_of_a_piece_itself_names_no_line_of_ours() -> None:
         prepare(Chosen(), config, backend=ReplayBackend(ReplayOptions())).capture()
 
 
-def test_a_host_read_in_an_op_for_all_devices_fails_the_capture() -> None:
+def test_a_host_read_in_an_op_for_all_devices_fails_the_capture():
     """`torch.library.custom_op` without device types registers no kernel of the CPU's own."""
 
     def read_anywhere(x: Tensor, out: Tensor) -> None:
@@ -249,28 +245,28 @@ def test_a_host_read_in_an_op_for_all_devices_fails_the_capture() -> None:
         prepared_for(read_anywhere).capture()
 
 
-def test_captures_that_fail_in_part_are_no_error() -> None:
+def test_captures_that_fail_in_part_are_no_error():
     prepared = prepared_for(kept)
     prepared.backend.options = ReplayOptions(failing_captures=frozenset({1}))  # type: ignore[attr-defined]
     prepared.capture()
     assert len(prepared.recordings()) == 1
 
 
-def test_a_host_read_whose_error_the_op_swallows_fails_the_capture_too() -> None:
+def test_a_host_read_whose_error_the_op_swallows_fails_the_capture_too():
     prepared = prepared_for(swallowed)
     line = swallowed.__code__.co_firstlineno + 2
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
         prepared.capture()
 
 
-def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_capture() -> None:
+def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_capture():
     prepared = prepared_for(set_up_on_first_use)
     SET_UP.clear()
     prepared.capture()
     assert len(prepared.recordings()) == 2
 
 
-def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left() -> None:
+def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left():
     class Two(Model):
         def forward(self, x: Tensor) -> Tensor:
             torch.ops.faithful_tests.leave(x + self.weight, out := torch.empty_like(x))
@@ -300,7 +296,7 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled: bool) -> None:
+def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled):
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compile=compiled,
         capture_sizes=(2,), graph_mode="FULL", compiler="eager", cache=False,
@@ -383,42 +379,38 @@ def captured(model: nn.Module, compiler: str | None) -> PreparedModel:
 
 @pytest.mark.parametrize("compiler", ["eager", None])
 @pytest.mark.parametrize("fn", MADE_ON_THE_HOST)
-def test_a_copy_from_the_host_fails_the_capture_with_the_line_that_made_it(
-    fn: Callable[[Tensor], Tensor], compiler: str | None
-) -> None:
+def test_a_copy_from_the_host_fails_the_capture_with_the_line_that_made_it(fn, compiler):
     line = fn.__code__.co_firstlineno + 1
     named = rf"HostCopyInCapture: \w+ makes .*test_faithful_replay.py:{line}\).*device=x\.device"
     with pytest.raises(AllCapturesFailed, match=named):
         captured(Calls(fn), compiler)
 
 
-def test_inductor_makes_a_tensor_of_the_host_on_the_device() -> None:
+def test_inductor_makes_a_tensor_of_the_host_on_the_device():
     prepared = captured(Calls(moved_by_device), "inductor")
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("compiler", ["eager", None])
 @pytest.mark.parametrize("fn", [made_on_the_device, other_dtype, form_from_the_host])
-def test_what_copies_nothing_from_the_host_is_captured(
-    fn: Callable[[Tensor], Tensor], compiler: str | None
-) -> None:
+def test_what_copies_nothing_from_the_host_is_captured(fn, compiler):
     prepared = captured(Calls(fn), compiler)
     assert step(prepared, None).tolist() == fn(torch.ones(2, 4)).tolist()
 
 
 @pytest.mark.parametrize("compiler", ["eager", None])
-def test_under_a_default_device_nothing_is_made_on_the_host(compiler: str | None) -> None:
+def test_under_a_default_device_nothing_is_made_on_the_host(compiler):
     with torch.device("cpu"):
         prepared = captured(Calls(moved_by_device), compiler)
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
-def test_a_table_that_the_warm_up_run_copied_from_the_host_is_captured() -> None:
+def test_a_table_that_the_warm_up_run_copied_from_the_host_is_captured():
     prepared = captured(Calls(moved_by_device, keeps=True), None)
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
-def test_a_device_that_is_set_around_a_break_inside_the_model() -> None:
+def test_a_device_that_is_set_around_a_break_inside_the_model():
     """The mode that looks for copies is below that of the model."""
     double = break_graph(lambda y: y.mul_(2))
 
@@ -442,7 +434,7 @@ def test_a_device_that_is_set_around_a_break_inside_the_model() -> None:
 
 
 @pytest.mark.parametrize("backend", ["inductor", "eager"])
-def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend: str) -> None:
+def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend):
     torch._dynamo.reset()  # other tests have compiled the function
     compiled: list[Any] = []
 

@@ -110,9 +110,7 @@ MODES = [("PIECEWISE", (OP,)), ("FULL", (OP,)), ("FULL", ())]
 
 @pytest.mark.parametrize(("mode", "splits"), MODES)
 @pytest.mark.parametrize("where", HOLDERS)
-def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(
-    model: Model, mode: str, splits: Any, where: str
-) -> None:
+def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(model, mode, splits, where):
     layer = Layer(HOLDERS[where](model), set_up)
     prepared = prepared_for(model, {"layer": layer}, mode, splitting_ops=splits)
     for start in (prepared.capture, lambda: prepared.warm_up()):
@@ -135,9 +133,7 @@ def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(
 
 @pytest.mark.parametrize(("mode", "splits"), MODES)
 @pytest.mark.parametrize("where", ["module", "layer"])
-def test_attributes_that_the_first_run_makes_are_kept_and_told(
-    model: Model, mode: str, splits: Any, where: str
-) -> None:
+def test_attributes_that_the_first_run_makes_are_kept_and_told(model, mode, splits, where):
     layer = Layer(HOLDERS[where](model), make_table)
     prepared = prepared_for(model, {"layer": layer}, mode, splitting_ops=splits)
     prepared.capture()
@@ -147,7 +143,7 @@ def test_attributes_that_the_first_run_makes_are_kept_and_told(
     assert [name.rpartition(".")[2] for name in event.facts["names"]] == ["ready", "table"]
 
 
-def test_what_each_run_writes_is_restored_and_no_set_up(model: Model) -> None:
+def test_what_each_run_writes_is_restored_and_no_set_up(model):
     prepared = prepared_for(model, {"layer": Layer(model, each_time)}, "PIECEWISE")
     prepared.capture()
     assert model.scale.item() == 1
@@ -169,7 +165,7 @@ class Deriving(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode: str) -> None:
+def test_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode):
     model, lens = Deriving(), torch.ones(16)
     prepared = prepared_for(model, {}, mode, splitting_ops=("first_tests::derive",))
     prepared.watch("lens", lens)
@@ -182,7 +178,7 @@ def test_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode: s
             assert torch.equal(got, model(x))
 
 
-def test_a_proof_of_the_step_that_sets_up_does_not_count(model: Model) -> None:
+def test_a_proof_of_the_step_that_sets_up_does_not_count(model):
     layer = Layer(model, set_up)
     proofs = {"every": 1, "share": 1.0}
     prepared = prepared_for(model, {"layer": layer}, "PIECEWISE", shadow=proofs)

@@ -65,7 +65,7 @@ def prepared(model: nn.Module, **settings: Any) -> PreparedModel:
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
-def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode: str) -> None:
+def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode):
     model = Recurrent()
     served = prepared(model, graph_mode=mode)
     served.capture()
@@ -82,7 +82,7 @@ def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode:
         served(torch.randn(17, 4), batch=Batch(17, 1))
 
 
-def test_report_and_events_say_from_where_the_code_is_right() -> None:
+def test_report_and_events_say_from_where_the_code_is_right():
     served = prepared(Recurrent())
     assert served.report()["pieces"]["ranges"] == [[2, 16]]
     (event,) = served.events.named("low_end")
@@ -90,7 +90,7 @@ def test_report_and_events_say_from_where_the_code_is_right() -> None:
     assert "test_low_end.py" in event.facts["where"]
 
 
-def test_model_that_computes_something_else_for_small_batches_is_refused() -> None:
+def test_model_that_computes_something_else_for_small_batches_is_refused():
     model = Recurrent(lambda linear, x: x * 2)
     with pytest.raises(GuardUnproved, match=r"tracing\.min_num_tokens=2") as caught:
         prepared(model)
@@ -98,7 +98,7 @@ def test_model_that_computes_something_else_for_small_batches_is_refused() -> No
     assert "narrow" not in str(caught.value)
 
 
-def test_user_states_the_low_end() -> None:
+def test_user_states_the_low_end():
     model = Recurrent(lambda linear, x: x * 2)
     served = prepared(model, tracing={"min_num_tokens": 4})
     x = torch.randn(1, 4)
@@ -109,7 +109,7 @@ def test_user_states_the_low_end() -> None:
         Config(tracing={"min_num_tokens": 5}, max_num_tokens=4)
 
 
-def test_check_run_leaves_the_model_as_it_was() -> None:
+def test_check_run_leaves_the_model_as_it_was():
     class Counting(Recurrent):
         def forward(self, x: Tensor) -> Tensor:
             self.steps.add_(1)
@@ -120,7 +120,7 @@ def test_check_run_leaves_the_model_as_it_was() -> None:
     assert model.steps.item() == 0
 
 
-def test_written_inputs_of_a_padded_step_reach_the_caller() -> None:
+def test_written_inputs_of_a_padded_step_reach_the_caller():
     class Writing(Recurrent):
         def forward(self, x: Tensor) -> Tensor:
             result = super().forward(x)
@@ -133,7 +133,7 @@ def test_written_inputs_of_a_padded_step_reach_the_caller() -> None:
     assert torch.equal(x, torch.ones(1, 4))
 
 
-def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers() -> None:
+def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
     class Passing(Recurrent):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return super().forward(x), x[:, :2]
@@ -144,7 +144,7 @@ def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers() -> None:
     assert torch.equal(passed, x[:, :2])
 
 
-def test_guard_that_fails_for_large_sizes_is_no_low_end() -> None:
+def test_guard_that_fails_for_large_sizes_is_no_low_end():
     class Limited(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if x.shape[0] < 10 else x + 2

@@ -6,9 +6,7 @@ Outputs are poisoned before each replay and the padding of the input is NaN.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,9 +23,7 @@ BATCHES = ((1,), (1, 1), (3,), (1,) * 7, (2, 5), (1,) * 8, (12,), (9, 1, 1), (1,
 @pytest.mark.parametrize("compiles", [True, False])
 @pytest.mark.parametrize("strategy", CaptureStrategy)
 @pytest.mark.parametrize("mode", GraphMode)
-def test_failure_25_every_mode_and_strategy(
-    serve: Callable[..., Any], mode: GraphMode, strategy: CaptureStrategy, compiles: bool
-) -> None:
+def test_failure_25_every_mode_and_strategy(serve, mode, strategy, compiles):
     serve = partial(serve, compile=compiles)
     if mode is GraphMode.FULL:
         # attention here reads nothing but buffers, so that any batch may be one graph
@@ -43,7 +39,7 @@ def test_failure_25_every_mode_and_strategy(
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObject) -> None:
+def test_any_batches_over_any_plan(serve, data):
     sizes = sorted(data.draw(st.sets(st.integers(1, 16), min_size=1, max_size=4)))
     modes = st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.FULL])
     strategies = (
@@ -76,7 +72,7 @@ def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObjec
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_memory_is_flat_while_serving(serve: Callable[..., Any], compiles: bool) -> None:
+def test_memory_is_flat_while_serving(serve, compiles):
     served = serve(compile=compiles)
     served.prepared.capture()
 
@@ -91,9 +87,7 @@ def test_memory_is_flat_while_serving(serve: Callable[..., Any], compiles: bool)
 
 
 @pytest.mark.parametrize("compiles", [True, False])
-def test_failure_17_smaller_recordings_share_the_memory_of_the_largest(
-    serve: Callable[..., Any], compiles: bool
-) -> None:
+def test_failure_17_smaller_recordings_share_the_memory_of_the_largest(serve, compiles):
     serve = partial(serve, compile=compiles)
     alone, ladder = serve(sizes=(8,)), serve(sizes=(1, 2, 4, 8))
     for served in (alone, ladder):

@@ -14,7 +14,7 @@ from torch import nn
 from piecegraph import Batch, Config, PreparedModel, StepObserver, prepare
 from piecegraph.errors import BatchInvalid, InvalidArgument, NotCopyable, ReturnsWeight
 
-from .conftest import HIDDEN, LiveServed
+from .conftest import HIDDEN
 
 Call = Callable[[PreparedModel, torch.Tensor], Any]
 
@@ -31,9 +31,7 @@ Call = Callable[[PreparedModel, torch.Tensor], Any]
         (lambda p, x: p(batch=Batch(3, 3)), "missing a required argument: 'x'"),
     ],
 )
-def test_what_is_passed_is_checked_when_it_is_passed(
-    serve: Callable[..., LiveServed], call: Call, words: str | None
-) -> None:
+def test_what_is_passed_is_checked_when_it_is_passed(serve, call, words):
     served = serve()
     if words is None:
         call(served.prepared, torch.rand(3, HIDDEN))
@@ -44,15 +42,13 @@ def test_what_is_passed_is_checked_when_it_is_passed(
     assert served.step(1, 1, 1)
 
 
-def test_counts_that_are_tensors_are_refused_when_the_batch_is_made() -> None:
+def test_counts_that_are_tensors_are_refused_when_the_batch_is_made():
     with pytest.raises(BatchInvalid, match=r"num_reqs is tensor\(3\)"):
         Batch(3, torch.tensor(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_prepared_model_is_not_copied(
-    serve: Callable[..., LiveServed], copied: Callable[[Any], Any]
-) -> None:
+def test_a_prepared_model_is_not_copied(serve, copied):
     with pytest.raises(NotCopyable, match="Call prepare"):
         copied(serve().prepared)
 
@@ -79,9 +75,7 @@ class Returning(nn.Module):
         (lambda m: m.table.clone(), None),
     ],
 )
-def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(
-    returned: Callable[[Returning], Any], name: str | None
-) -> None:
+def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(returned, name):
     config = Config(
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,
         compiler="eager", cache=False, graph_mode="NONE",

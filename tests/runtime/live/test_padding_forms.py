@@ -155,7 +155,7 @@ def prepared_for(model: Form, compiles: bool, **settings: Any) -> PreparedModel:
 
 @pytest.mark.parametrize("compiles", [True, False], ids=["traced", "untraced"])
 @pytest.mark.parametrize("case", [*FORMS, *(f"{name} before attention" for name in BEFORE)])
-def test_no_form_is_silently_wrong(case: str, compiles: bool) -> None:
+def test_no_form_is_silently_wrong(case, compiles):
     torch.manual_seed(0)
     form = FORMS[case.removesuffix(" before attention")]
     model = Form(*((form, None) if case in FORMS else (BY_ROW["elementwise"], form)))
@@ -184,7 +184,7 @@ def test_no_form_is_silently_wrong(case: str, compiles: bool) -> None:
         assert {each["result"] for each in mixed} & {"load", "cell", "total"} or "loose" in case
 
 
-def test_a_kernel_of_an_uncaptured_size_serves_no_smaller_batch() -> None:
+def test_a_kernel_of_an_uncaptured_size_serves_no_smaller_batch():
     """All pairs of a graph and its smallest batch agree, but not the graphs of 11 and 16."""
     form = FORMS["kernel from 12 on"]
     prepared = prepared_for(Form(form, None), True, capture_sizes=(11, 16))

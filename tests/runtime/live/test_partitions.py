@@ -180,7 +180,7 @@ def check(prepared: PreparedModel, model: Model, expected: Model) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_and_state_are_the_models(tmp_path: Path, kind: str) -> None:
+def test_results_and_state_are_the_models(tmp_path, kind):
     original, per_layer = KINDS[kind]
     model = copy.deepcopy(original)
     cold = prepare(model, config(tmp_path, GraphMode.NONE), backend=strict_backend())
@@ -217,7 +217,7 @@ def averages(layer: Any, query: Tensor, key: Tensor, slots: Tensor, real: Tensor
     return out
 
 
-def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path: Path) -> None:
+def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path):
     model = Model(averages)
     prepared = prepare(model, config(tmp_path, GraphMode.PIECEWISE), backend=strict_backend())
     prepared.capture(lambda descriptor, mode: None)
@@ -226,9 +226,7 @@ def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path: Path) -> None:
     assert check(prepared, model, copy.deepcopy(model)) == {"NONE", "PIECEWISE"}
 
 
-def test_an_equal_bundle_is_verified_and_a_stale_one_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_equal_bundle_is_verified_and_a_stale_one_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
     monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])  # only a trace can tell
     settings = config(tmp_path, GraphMode.NONE, **{"cache.verify_bundle": "before"})
@@ -240,7 +238,7 @@ def test_an_equal_bundle_is_verified_and_a_stale_one_refused(
         prepared.close()
 
 
-def test_partitions_have_no_ahead_of_time_library(tmp_path: Path) -> None:
+def test_partitions_have_no_ahead_of_time_library(tmp_path):
     """It would call the splitting ops itself, where no graph breaks."""
     events = Events()
     assert not compile_ahead(Model(attends), config(tmp_path, GraphMode.NONE), events=events)

@@ -179,9 +179,7 @@ def decode(num_reqs: int, query_len: int = 1, **facts: Any) -> Batch:
     ("graphs", "cases"),
     [("one", [4, 4, 4, 4]), ("with_and_without", [0, 4, 4, 4]), ("by_count", [0, 1, 2, 4])],
 )
-def test_failure_8_lora_batches_have_graphs(
-    engine: Callable[..., Engine], graphs: str, cases: list[int]
-) -> None:
+def test_failure_8_lora_batches_have_graphs(engine, graphs, cases):
     it = engine(variants={"max_loras": 3, "lora_graphs": graphs})
     for active, case in enumerate(cases):
         for batch, mode in (
@@ -192,7 +190,7 @@ def test_failure_8_lora_batches_have_graphs(
             assert (decision.mode, decision.descriptor.lora_case) == (mode, case)
 
 
-def test_failure_4_each_query_length_has_its_own_full_graphs(engine: Callable[..., Engine]) -> None:
+def test_failure_4_each_query_length_has_its_own_full_graphs(engine):
     it = engine(variants={"query_lens": (1, 3)})
     for query_len, num_reqs, padded in ((1, 3, 4), (3, 3, 9), (3, 1, 6)):
         decision = it.step(decode(num_reqs, query_len))
@@ -201,14 +199,14 @@ def test_failure_4_each_query_length_has_its_own_full_graphs(engine: Callable[..
     assert it.step(decode(2, 2)).mode is PIECEWISE
 
 
-def test_decode_of_different_query_lengths_up_to_a_bound(engine: Callable[..., Engine]) -> None:
+def test_decode_of_different_query_lengths_up_to_a_bound(engine):
     it = engine(variants={"query_lens": 3}, attention={"varlen_decode": True})
     decision = it.step(Batch(7, 3, is_decode=True, max_query_len=3))
     assert (decision.mode, decision.descriptor.max_query_len) == (FULL, 3)
     assert it.step(Batch(7, 2, is_decode=True, max_query_len=4)).mode is PIECEWISE
 
 
-def test_the_number_of_micro_batches_is_in_the_key(engine: Callable[..., Engine]) -> None:
+def test_the_number_of_micro_batches_is_in_the_key(engine):
     it = engine("FULL", variants={"axes": (Axis("micro_batches", (1, 2)),)})
     for micro in (2, 1, 2):
         decision = it.step(Batch(5, 2, axes={"micro_batches": micro}), Host(0, micro))
@@ -219,7 +217,7 @@ def test_the_number_of_micro_batches_is_in_the_key(engine: Callable[..., Engine]
         it.step(Batch(5, 2))
 
 
-def test_the_number_of_prefix_chunks_is_in_the_key(engine: Callable[..., Engine]) -> None:
+def test_the_number_of_prefix_chunks_is_in_the_key(engine):
     """A graph that loops over more chunks than a step has is right: the others are empty."""
     it = engine("FULL", variants={"axes": (Axis("prefix_chunks", (0, 1, 4), rounds_up=True),)})
     for chunks, captured in ((0, 0), (1, 1), (2, 4), (4, 4), (0, 0)):
@@ -231,9 +229,7 @@ def test_the_number_of_prefix_chunks_is_in_the_key(engine: Callable[..., Engine]
 
 
 @pytest.mark.parametrize("host", [Host(micro_batches=2), Host(prefix_chunks=2), Host(loras=2)])
-def test_failure_5_a_host_value_that_is_not_in_the_key_is_an_error(
-    engine: Callable[..., Engine], host: Host
-) -> None:
+def test_failure_5_a_host_value_that_is_not_in_the_key_is_an_error(engine, host):
     it = engine("FULL")
     it.adapters.of_row[:] = 0
     x = torch.randn(4, HIDDEN)
@@ -243,7 +239,7 @@ def test_failure_5_a_host_value_that_is_not_in_the_key_is_an_error(
     assert torch.equal(it.prepared.run(decision, x, metadata=Host()), it.expected(x, Host()))
 
 
-def test_modes_are_allowed_and_excluded_for_one_step(engine: Callable[..., Engine]) -> None:
+def test_modes_are_allowed_and_excluded_for_one_step(engine):
     it = engine()
     assert it.step(decode(4)).mode is FULL
     assert it.step(decode(4), excluded_modes={FULL}).mode is PIECEWISE
@@ -253,13 +249,13 @@ def test_modes_are_allowed_and_excluded_for_one_step(engine: Callable[..., Engin
         it.step(Batch(9, 2), allowed_modes={FULL})
 
 
-def test_lazy_captures_a_graph_of_an_allowed_mode(engine: Callable[..., Engine]) -> None:
+def test_lazy_captures_a_graph_of_an_allowed_mode(engine):
     it = engine(strategy="lazy", graph_sizes=(4, 8))
     decisions = [it.step(decode(3), excluded_modes={FULL}) for _ in range(3)]
     assert (decisions[-1].mode, decisions[-1].descriptor.num_tokens) == (PIECEWISE, 4)
 
 
-def test_another_ranks_decision_is_followed(engine: Callable[..., Engine]) -> None:
+def test_another_ranks_decision_is_followed(engine):
     it = engine()
     wide = it.prepared.dispatch(decode(8))
     followed = it.prepared.dispatcher.follow(wide.graph_index, decode(3))
@@ -269,9 +265,7 @@ def test_another_ranks_decision_is_followed(engine: Callable[..., Engine]) -> No
     assert (followed.graph_index, followed.reason) == (wide.graph_index, Reason.RANK_DECISION)
 
 
-def test_a_rank_without_requests_runs_the_step_of_the_others(
-    engine: Callable[..., Engine],
-) -> None:
+def test_a_rank_without_requests_runs_the_step_of_the_others(engine):
     it = engine()
     for batch in (decode(3), Batch(5, 2), Batch(20, 2)):
         decision = it.step(batch)
@@ -329,7 +323,7 @@ MORE = [pytest.param(seed, marks=pytest.mark.heavy) for seed in range(6, 300)]
 
 
 @pytest.mark.parametrize("seed", [*range(6), *MORE])
-def test_all_of_it_together(engine: Callable[..., Engine], seed: int) -> None:
+def test_all_of_it_together(engine, seed):
     """Random plans, batches, modes of one step, ranks that follow, and released graphs."""
     draw = random.Random(seed)
     torch.manual_seed(seed)

@@ -102,9 +102,7 @@ def is_right(prepared: PreparedModel, model: nn.Module, size: int) -> str:
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
-def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_traced(
-    backend: str,
-) -> None:
+def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_traced(backend):
     traced: list[str] = []
 
     def note(code: Any, compiled: Any) -> None:
@@ -133,7 +131,7 @@ class Watching(LightDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_handler_of_a_mode_is_not_traced() -> None:
+def test_the_handler_of_a_mode_is_not_traced():
     """Dynamo leaves a region that is called under a dispatch mode, but not what it calls."""
     traced: list[str] = []
     hook = torch._dynamo.convert_frame.register_bytecode_hook(
@@ -148,7 +146,7 @@ def test_the_handler_of_a_mode_is_not_traced() -> None:
     assert traced == []
 
 
-def test_a_region_that_is_compiled_after_the_seal_is_an_error_that_names_it() -> None:
+def test_a_region_that_is_compiled_after_the_seal_is_an_error_that_names_it():
     model = Regions(backend="eager", dynamic=False)
     prepared = prepared_for(model, steps={"after_seal": "raise"})
     prepared.seal()
@@ -175,7 +173,7 @@ print(json.dumps([modes, report["counters"], generated, operations]))
 
 
 @pytest.mark.slow
-def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path: Path) -> None:
+def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path):
     def start() -> Any:
         root = Path(__file__).parents[3]
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]

@@ -57,9 +57,7 @@ def config(mode: str, **settings: Any) -> Config:
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_splitting_op_is_held_to_its_fake_kernel(
-    monkeypatch: pytest.MonkeyPatch, mode: str, lie: str
-) -> None:
+def test_a_splitting_op_is_held_to_its_fake_kernel(monkeypatch, mode, lie):
     fn, words = LIES[lie]
     prepared = prepare(Model(), config(mode))
     x = torch.rand(3, 4)
@@ -75,7 +73,7 @@ def test_a_splitting_op_is_held_to_its_fake_kernel(
         assert fake in str(caught.value)
 
 
-def test_what_is_as_told_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_as_told_serves(monkeypatch):
     """A dimension of one element has any stride."""
     monkeypatch.setitem(OP, "op", lambda x: x.t().contiguous().t())
     prepared = prepare(Model(), config("PIECEWISE", capture_sizes=(1,)))
@@ -86,16 +84,14 @@ def test_what_is_as_told_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lie", ["wider", "columns"])
-def test_an_op_in_a_piece_is_held_to_its_fake_kernel(
-    monkeypatch: pytest.MonkeyPatch, lie: str
-) -> None:
+def test_an_op_in_a_piece_is_held_to_its_fake_kernel(monkeypatch, lie):
     fn, words = LIES[lie]
     monkeypatch.setitem(OP, "op", fn)
     with pytest.raises(PiecegraphError, match=f"told_tests::op returned {words}"):
         prepare(Model(), config("FULL", splitting_ops=()))
 
 
-def test_an_assertion_of_compiled_code_names_the_op_and_its_line() -> None:
+def test_an_assertion_of_compiled_code_names_the_op_and_its_line():
     compiled = prepare(Model(), config("NONE", splitting_ops=())).compiled
 
     def failing(arguments: Any) -> Any:

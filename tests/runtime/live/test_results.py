@@ -46,9 +46,7 @@ CHANGES: list[Callable[[Tensor], Any]] = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1)])
-def test_nothing_that_a_caller_does_to_a_result_changes_later_steps(
-    serve: Callable[..., Any], change: Callable[[Tensor], Any], lengths: tuple[int, ...]
-) -> None:
+def test_nothing_that_a_caller_does_to_a_result_changes_later_steps(serve, change, lengths):
     served = ready(serve)
     change(run(served, lengths)[0])
     for _ in range(2):
@@ -68,7 +66,7 @@ INPUTS = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]", "table": "f
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
-def test_arguments_that_are_only_returned_are_the_callers_own(mode: str) -> None:
+def test_arguments_that_are_only_returned_are_the_callers_own(mode):
     settings = {"inputs": INPUTS, "max_num_tokens": 8, "compiler": "eager", "graph_mode": mode}
     prepared = prepare(Passing(), Config(**settings), backend=strict_backend())
     prepared.capture()
@@ -81,22 +79,20 @@ def test_arguments_that_are_only_returned_are_the_callers_own(mode: str) -> None
         assert torch.equal(result["own"], x * 2)
 
 
-def test_a_size_that_only_a_returned_argument_has_is_named() -> None:
+def test_a_size_that_only_a_returned_argument_has_is_named():
     inputs = {**INPUTS, "ids": "int64[num_ids]"}
     with pytest.raises(ReturnedUnread, match="argument 'ids': no input .* dimension 0"):
         prepare(Passing(), Config(inputs=inputs, max_num_tokens=8, compiler="eager"))
 
 
-def test_results_of_one_size_are_new_objects(serve: Callable[..., Any]) -> None:
+def test_results_of_one_size_are_new_objects(serve):
     served = ready(serve)
     results = [run(served)[0] for _ in range(2)]
     assert results[0] is not results[1]
     assert results[0].data_ptr() == results[1].data_ptr()
 
 
-def test_results_are_normal_tensors_also_if_captured_in_inference_mode(
-    serve: Callable[..., Any],
-) -> None:
+def test_results_are_normal_tensors_also_if_captured_in_inference_mode(serve):
     served = serve()
     with torch.inference_mode():
         served.prepared.capture()
@@ -106,7 +102,7 @@ def test_results_are_normal_tensors_also_if_captured_in_inference_mode(
     assert torch.equal(result.add_(1), expected + 1)
 
 
-def test_an_option_poisons_results_that_outlive_the_next_step(serve: Callable[..., Any]) -> None:
+def test_an_option_poisons_results_that_outlive_the_next_step(serve):
     for poisons in (True, False):
         served = ready(serve, options={"poison_old_results": poisons})
         first, expected = run(served, (1, 1))
@@ -121,9 +117,7 @@ def test_an_option_poisons_results_that_outlive_the_next_step(serve: Callable[..
         assert torch.equal(third, expected)
 
 
-def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
-    serve: Callable[..., Any],
-) -> None:
+def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(serve):
     served = ready(serve)
     decision = served.prepared.dispatch(DECODE)
     assert decision.mode is RuntimeMode.FULL
@@ -139,9 +133,7 @@ def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
-def test_autocast_around_a_step_is_refused_in_every_mode(
-    serve: Callable[..., Any], lengths: tuple[int, ...]
-) -> None:
+def test_autocast_around_a_step_is_refused_in_every_mode(serve, lengths):
     served = ready(serve)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(AutocastActive, match="the step runs under torch.autocast"):
@@ -153,9 +145,7 @@ def test_autocast_around_a_step_is_refused_in_every_mode(
     assert torch.equal(result, expected)
 
 
-def test_a_batch_that_states_other_tokens_than_its_inputs_have_is_refused(
-    serve: Callable[..., Any],
-) -> None:
+def test_a_batch_that_states_other_tokens_than_its_inputs_have_is_refused(serve):
     served = ready(serve)
     for num_tokens in (1, 3):
         with pytest.raises(BatchMismatch, match=f"states 2 tokens, .* inputs have {num_tokens}"):
@@ -163,7 +153,7 @@ def test_a_batch_that_states_other_tokens_than_its_inputs_have_is_refused(
     assert torch.equal(*run(served))
 
 
-def test_counts_that_contradict_are_refused_cold_and_hot(serve: Callable[..., Any]) -> None:
+def test_counts_that_contradict_are_refused_cold_and_hot(serve):
     served = ready(serve)
     for _ in range(2):
         most = served.prepared.config.max_num_reqs
@@ -175,7 +165,7 @@ def test_counts_that_contradict_are_refused_cold_and_hot(serve: Callable[..., An
         served.prepared.dispatch(DECODE)
 
 
-def test_an_idle_rank_runs_a_step_of_padding(serve: Callable[..., Any]) -> None:
+def test_an_idle_rank_runs_a_step_of_padding(serve):
     served = ready(serve)
     seen: list[BatchDescriptor] = []
     plan = served.prepared.dispatcher.plan
@@ -189,7 +179,7 @@ def test_an_idle_rank_runs_a_step_of_padding(serve: Callable[..., Any]) -> None:
     assert torch.equal(*run(served))
 
 
-def test_an_idle_rank_calls_the_splitting_ops(serve: Callable[..., Any]) -> None:
+def test_an_idle_rank_calls_the_splitting_ops(serve):
     """They hold the collectives that the other ranks wait for."""
     served = ready(serve)
     for graph_index in (served.prepared.dispatch(Batch(3, 2)).graph_index, -1):
@@ -200,7 +190,7 @@ def test_an_idle_rank_calls_the_splitting_ops(serve: Callable[..., Any]) -> None
         served.stage.fault = None
 
 
-def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None:
+def test_close_frees_buffers_code_and_weights(serve):
     served = ready(serve)
     run(served)
     prepared = served.prepared
@@ -216,9 +206,7 @@ def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None
     assert prepared.recordings() == []
 
 
-def test_what_is_kept_per_size_is_bounded(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_per_size_is_bounded(serve, monkeypatch):
     monkeypatch.setattr(installed_graph, "_MOST_KEPT", 2)
     served = ready(serve, sizes=(8,))
     for num_tokens in (1, 2, 3, 4, 3, 5):

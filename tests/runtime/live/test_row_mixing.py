@@ -76,7 +76,7 @@ def modes_of_right_steps(prepared: PreparedModel, model: nn.Module) -> list[str]
 
 
 @pytest.mark.parametrize("case", MIXING)
-def test_failure_9_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
+def test_failure_9_a_model_that_mixes_rows_is_never_padded(case):
     prepared, model = prepared_for(MIXING[case])
     assert modes_of_right_steps(prepared, model) == ["NONE", "FULL", "NONE", "FULL"]
     (found,) = prepared.report()["rows_mixed"]
@@ -85,7 +85,7 @@ def test_failure_9_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [2, 7])
-def test_a_maximum_of_all_rows_is_found_wherever_it_is(seed: int) -> None:
+def test_a_maximum_of_all_rows_is_found_wherever_it_is(seed):
     torch.manual_seed(seed)
     model = Model(lambda y: y / y.amax())
     model.weight.copy_(torch.randn(4))
@@ -93,14 +93,14 @@ def test_a_maximum_of_all_rows_is_found_wherever_it_is(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", ROW_WISE)
-def test_a_model_that_does_not_is_padded(case: str) -> None:
+def test_a_model_that_does_not_is_padded(case):
     prepared, model = prepared_for(ROW_WISE[case])
     assert prepared.report()["rows_mixed"] == []
     assert modes_of_right_steps(prepared, model) == ["FULL"] * 4
 
 
 @pytest.mark.parametrize("case", ["pooled", "elementwise"])
-def test_generated_code_is_checked_too(case: str) -> None:
+def test_generated_code_is_checked_too(case):
     prepared, model = prepared_for({**MIXING, **ROW_WISE}[case], compiler="inductor")
     assert bool(prepared.report()["rows_mixed"]) == (case in MIXING)
     modes_of_right_steps(prepared, model)
@@ -119,13 +119,13 @@ class Counting(nn.Module):
         return y + ids.unsqueeze(-1)
 
 
-def test_a_buffer_that_is_read_and_written_mixes_no_rows() -> None:
+def test_a_buffer_that_is_read_and_written_mixes_no_rows():
     model = Counting()
     assert find_mixed_rows_of(model) == []
     assert model.ran.item() == 1.0
 
 
-def test_the_check_leaves_no_trace() -> None:
+def test_the_check_leaves_no_trace():
     torch.manual_seed(1)
     model = Model(ROW_WISE["random"])
     assert find_mixed_rows_of(model) == []
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         return output + 1
 
 
-def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows() -> None:
+def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows():
     junk = [torch.full((5, 4), float(value)) for value in range(64)]
     del junk  # the memory that is allocated next holds another value in each run
     config = Config(
@@ -195,7 +195,7 @@ class Attends(nn.Module):
 
 
 @pytest.mark.parametrize("lookup", [False, True])
-def test_padding_of_another_size_reaches_no_row(lookup: bool) -> None:
+def test_padding_of_another_size_reaches_no_row(lookup):
     config = Config(
         inputs={
             "x": "float32[num_tokens, 4]",

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,15 +51,13 @@ def serve_until_over(*all_served: LiveServed) -> None:
             served.step(*lengths)
 
 
-def test_two_models_are_compiled_at_once(serve_cold: Prepare) -> None:
+def test_two_models_are_compiled_at_once(serve_cold):
     both = serve_cold(), serve_cold(Model())
     serve_until_over(*both)
     assert [state(served) for served in both] == ["compiled", "compiled"]
 
 
-def test_the_cache_directory_is_removed_meanwhile(
-    serve_cold: Prepare, before_code: Any, tmp_path: Path
-) -> None:
+def test_the_cache_directory_is_removed_meanwhile(serve_cold, before_code, tmp_path):
     before_code(lambda: shutil.rmtree(tmp_path / "cache", ignore_errors=True))
     served = serve_cold()
     serve_until_over(served)
@@ -69,7 +66,7 @@ def test_the_cache_directory_is_removed_meanwhile(
     assert "No such file" in failure["reason"]
 
 
-def test_the_disk_is_full_meanwhile(serve_cold: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_full_meanwhile(serve_cold, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -81,7 +78,7 @@ def test_the_disk_is_full_meanwhile(serve_cold: Prepare, monkeypatch: pytest.Mon
     assert "No space left" in failure["reason"]
 
 
-def test_another_thread_is_importing_inductor_meanwhile(tmp_path: Path) -> None:
+def test_another_thread_is_importing_inductor_meanwhile(tmp_path):
     """The first step is served meanwhile, and the thread that traces waits for it."""
     (tmp_path / "slow_import.py").write_text("import time; time.sleep(3)\n")
     program = IMPORTS.format(path=str(tmp_path))
@@ -127,7 +124,7 @@ prepared.close()
 """
 
 
-def test_an_asyncio_server_answers_all_its_clients_meanwhile(serve_cold: Prepare) -> None:
+def test_an_asyncio_server_answers_all_its_clients_meanwhile(serve_cold):
     served = serve_cold()
     answered = 0
 

@@ -65,7 +65,7 @@ def compiled_wrong(patch: pytest.MonkeyPatch, at: int | None = None) -> None:
     patch.setattr(Texts, "_loaded", wrong)
 
 
-def test_right_steps_are_counted_and_change_nothing(prepare_live: Prepare) -> None:
+def test_right_steps_are_counted_and_change_nothing(prepare_live):
     served = prepare_live(shadow=EACH)
     served.prepared.capture()
     for _ in range(3):
@@ -80,9 +80,7 @@ def test_right_steps_are_counted_and_change_nothing(prepare_live: Prepare) -> No
     assert facts["wrong"] == []
 
 
-def test_wrong_code_is_replaced_by_the_model(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
     compiled_wrong(monkeypatch)
     served = prepare_live(shadow=EACH)
     served.prepared.capture()
@@ -97,9 +95,7 @@ def test_wrong_code_is_replaced_by_the_model(
     assert step.batch.num_tokens == 3
 
 
-def test_a_kernel_wrong_at_one_size_takes_the_code_out(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch):
     monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
     served = prepare_live(shadow=EACH, cache=False)
@@ -119,9 +115,7 @@ class Gained(Model):
         return super().forward(x) * self.gain
 
 
-def test_a_stale_bundle_is_put_aside(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_bundle_is_put_aside(prepare_live, monkeypatch):
     monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])
     off = CacheSettings(verify_bundle="off")
     prepare_live(Gained(2.0), cache=off)
@@ -135,9 +129,7 @@ def test_a_stale_bundle_is_put_aside(
     assert run(again, 3)
 
 
-def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(
-    serve_cold: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, monkeypatch):
     compiled_wrong(monkeypatch)
     served = serve_cold(shadow=EACH)
     served.prepared.capture()
@@ -153,9 +145,7 @@ class MixesRows(Model):
         return super().forward(x) + x.nan_to_num(7.0).sum(0)
 
 
-def test_padding_that_leaks_takes_all_graphs_out(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
     monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     served = prepare_live(MixesRows(), shadow=EACH)
     served.prepared.capture()
@@ -172,9 +162,7 @@ def as_decode(served: LiveServed) -> None:
     served.batch = lambda *lengths: Batch(sum(lengths), sum(lengths), True, 1)  # type: ignore[method-assign]
 
 
-def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(
-    serve: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve, monkeypatch):
     served = serve(shadow=EACH)
     # without it the step is MovedTensor
     monkeypatch.setattr(type(served.stage), "graph_constants", ("starts",), raising=False)
@@ -190,9 +178,7 @@ def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(
     assert len(served.prepared.records.of(WrongStep)) == 1
 
 
-def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(
-    serve: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(serve, monkeypatch):
     served = serve(shadow=EACH)
     monkeypatch.setattr(type(served.stage), "graph_constants", ("gain",), raising=False)
     as_decode(served)
@@ -205,7 +191,7 @@ def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(
     assert run(served, 2, 1)
 
 
-def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live: Prepare) -> None:
+def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live):
     served = prepare_live(shadow=EACH)
     served.prepared.capture()
     assert served.prepared.parts.proof.idle() is False
@@ -223,9 +209,7 @@ def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live: Prepa
     assert served.prepared.report()["shadow"]["skipped"]["state was replaced"] == 1
 
 
-def test_memory_that_is_not_known_as_state_is_never_written(
-    prepare_live: Prepare, temporary_op: Callable[..., str]
-) -> None:
+def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, temporary_op):
     hidden = torch.zeros(1)
 
     def count(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -250,9 +234,7 @@ def test_memory_that_is_not_known_as_state_is_never_written(
     assert stopped.detail == "aten::add_ [1]"
 
 
-def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(
-    prepare_live: Prepare, temporary_op: Callable[..., str]
-) -> None:
+def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temporary_op):
     def alternate(x: torch.Tensor, out: torch.Tensor) -> None:
         stage = get_forward_context().layers["stage"]
         stage.turns = [*getattr(stage, "turns", ()), len(x)]
@@ -341,9 +323,7 @@ def is_cache(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (64, 8)
 
 
-def test_a_compiler_that_loses_writes_is_found(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_a_compiler_that_loses_writes_is_found(prepare_decoder):
     prepared = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
     first, second = decode(prepared).clone(), decode(prepared)
     assert torch.equal(second, 2 * first)
@@ -351,7 +331,7 @@ def test_a_compiler_that_loses_writes_is_found(
     assert prepared.compiled.model.kv[:3].any(1).all()
 
 
-def test_writes_of_padding_are_no_fault(prepare_decoder: Callable[..., PreparedModel]) -> None:
+def test_writes_of_padding_are_no_fault(prepare_decoder):
     prepared = prepare_decoder()
     decode(prepared)
     assert prepared.compiled.model.kv[DUMP].any()  # by the step, and not by the model on real rows
@@ -359,9 +339,7 @@ def test_writes_of_padding_are_no_fault(prepare_decoder: Callable[..., PreparedM
     assert prepared.report()["shadow"]["proved"] == [{"mode": "FULL", "num_tokens": 4, "count": 1}]
 
 
-def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(prepare_decoder):
     def rounded(args: list[Any]) -> list[Any]:
         return [x * (1 + 2**-22) if x.shape == (8,) else x for x in args]
 
@@ -373,9 +351,7 @@ def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(
     assert prepared.records.of(WrongStep) == []
 
 
-def test_a_write_to_another_slot_is_found(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_a_write_to_another_slot_is_found(prepare_decoder):
     def stray(args: list[Any]) -> list[Any]:
         for cache in filter(is_cache, args):
             cache[40] += 1
@@ -391,9 +367,7 @@ def test_a_write_to_another_slot_is_found(
     json.dumps(wrong, allow_nan=False)
 
 
-def test_without_compiling_steps_are_proved_too(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_without_compiling_steps_are_proved_too(prepare_decoder):
     prepared = prepare_decoder(compile=False)
     decode(prepared)
     decode(prepared, 7)  # without a graph it is the model itself
@@ -402,9 +376,7 @@ def test_without_compiling_steps_are_proved_too(
     assert (facts["wrong"], facts["stopped"]) == ([], None)
 
 
-def test_the_saved_step_of_a_long_prompt_can_be_replayed(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_the_saved_step_of_a_long_prompt_can_be_replayed(prepare_decoder):
     prepared = prepare_decoder(
         lambda args: [x * 2 if x.shape == (8,) else x for x in args], max_num_reqs=4
     )
@@ -413,9 +385,7 @@ def test_the_saved_step_of_a_long_prompt_can_be_replayed(
     assert prepared.dispatch(step.batch).mode is RuntimeMode.NONE
 
 
-def test_a_waiting_step_is_compared_with_what_it_wrote_itself(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_a_waiting_step_is_compared_with_what_it_wrote_itself(prepare_decoder):
     prepared = prepare_decoder()
     prepared.parts.proof.idle()
     decode(prepared)
@@ -444,9 +414,7 @@ class Restless(Decoder):
 
 
 @pytest.mark.parametrize("warm_up", [3, 12])
-def test_steps_that_cannot_be_compared_in_the_beginning(
-    prepare_decoder: Callable[..., PreparedModel], monkeypatch: pytest.MonkeyPatch, warm_up: int
-) -> None:
+def test_steps_that_cannot_be_compared_in_the_beginning(prepare_decoder, monkeypatch, warm_up):
     monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
@@ -465,7 +433,7 @@ def test_steps_that_cannot_be_compared_in_the_beginning(
         assert facts["proved"] == []
 
 
-def test_one_wrong_graph_is_out_of_service_alone(serve: Prepare) -> None:
+def test_one_wrong_graph_is_out_of_service_alone(serve):
     served = serve(shadow=EACH)
     as_decode(served)
     served.prepared.capture()
@@ -481,9 +449,7 @@ def test_one_wrong_graph_is_out_of_service_alone(serve: Prepare) -> None:
     assert served.check(served.batch(2, 1)) == "FULL 8"
 
 
-def test_proofs_beyond_their_share_of_the_time_are_skipped(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_proofs_beyond_their_share_of_the_time_are_skipped(prepare_decoder):
     prepared = prepare_decoder(shadow={"every": 1, "share": 1e-9})
     for _ in range(3):
         decode(prepared)
@@ -492,9 +458,7 @@ def test_proofs_beyond_their_share_of_the_time_are_skipped(
     assert facts["skipped"] == {"budget": 2}
 
 
-def test_each_graph_is_proved_at_its_first_steps_then_one_step_in_many(
-    prepare_decoder: Callable[..., PreparedModel],
-) -> None:
+def test_each_graph_is_proved_at_its_first_steps_then_one_step_in_many(prepare_decoder):
     prepared = prepare_decoder(capture_sizes=(2, 4, 8), shadow={"every": 50, "share": 1.0})
     for _ in range(20):
         for size in (2, 4):
@@ -520,9 +484,7 @@ def test_each_graph_is_proved_at_its_first_steps_then_one_step_in_many(
 )
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
-def test_graphs_that_serve_are_proved_within_the_share(
-    prepare_decoder: Callable[..., PreparedModel], steps: int, mode: str, strategy: str
-) -> None:
+def test_graphs_that_serve_are_proved_within_the_share(prepare_decoder, steps, mode, strategy):
     shadow = {"every": 1000, "share": 0.05 if steps > 1000 else 0.3}
     sizes = (1, 2, 4, 8, 16)
     prepared = prepare_decoder(
@@ -539,7 +501,7 @@ def test_graphs_that_serve_are_proved_within_the_share(
     assert facts["share"] <= shadow["share"]
 
 
-def test_the_metric_counts_wrong_steps(prepare_decoder: Callable[..., PreparedModel]) -> None:
+def test_the_metric_counts_wrong_steps(prepare_decoder):
     pytest.importorskip("prometheus_client")
     from piecegraph.tools.integrations.prometheus import metrics_text
 
@@ -551,7 +513,7 @@ def test_the_metric_counts_wrong_steps(prepare_decoder: Callable[..., PreparedMo
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_is_no_fault_in_5000_steps(dtype: str) -> None:
+def test_rounding_is_no_fault_in_5000_steps(dtype):
     """Twelve residual layers and a softmax under Inductor, which leaves roundings out."""
 
     class Residual(torch.nn.Module):

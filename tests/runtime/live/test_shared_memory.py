@@ -89,9 +89,7 @@ FINE: dict[str, Callable[[int], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", FINE)
-def test_inputs_that_share_memory_and_are_not_written(
-    prepared: PreparedModel, case: str, mode: str
-) -> None:
+def test_inputs_that_share_memory_and_are_not_written(prepared, case, mode):
     n = MODES[mode].num_tokens
     given = inputs(n) | FINE[case](n)
     alone = {name: tensor.clone() for name, tensor in given.items()}
@@ -101,9 +99,7 @@ def test_inputs_that_share_memory_and_are_not_written(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_input_that_shares_written_memory_is_refused_by_name(
-    prepared: PreparedModel, mode: str
-) -> None:
+def test_an_input_that_shares_written_memory_is_refused_by_name(prepared, mode):
     n = MODES[mode].num_tokens
     rows, model = torch.randn(n + 1, 4), prepared.compiled.model
     cases = {
@@ -119,9 +115,7 @@ def test_an_input_that_shares_written_memory_is_refused_by_name(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_result_that_is_a_view_of_an_input_can_be_the_next_steps_input(
-    prepared: PreparedModel, mode: str
-) -> None:
+def test_a_result_that_is_a_view_of_an_input_can_be_the_next_steps_input(prepared, mode):
     plain, n = Model(), MODES[mode].num_tokens
     got = expected = torch.randn(n, 2)
     for _ in range(4):

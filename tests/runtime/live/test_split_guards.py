@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ def check(served: PreparedModel, sizes: tuple[int, ...] = SIZES) -> dict[int, st
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_steps_equal_the_model_on_both_sides_of_each_boundary(mode: GraphMode) -> None:
+def test_steps_equal_the_model_on_both_sides_of_each_boundary(mode):
     served = prepared(Tiled(), mode)
     served.seal()
     ranges = served.report()["pieces"]["ranges"]
@@ -109,7 +108,7 @@ def test_steps_equal_the_model_on_both_sides_of_each_boundary(mode: GraphMode) -
         }
 
 
-def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a_graph() -> None:
+def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a_graph():
     served = prepared(Tiled(), GraphMode.PIECEWISE)
     decision = served.dispatch(Batch(64, 1))
     assert decision.reason is Reason.PADDING_LIMIT
@@ -122,9 +121,7 @@ def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_warm_start_serves_all_intervals(
-    mode: GraphMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_start_serves_all_intervals(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
     settings: dict[str, Any] = {
@@ -145,7 +142,7 @@ def test_a_warm_start_serves_all_intervals(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_under_inductor(mode: GraphMode, tmp_path: Path) -> None:
+def test_the_same_under_inductor(mode, tmp_path):
     settings: dict[str, Any] = {"compiler": "inductor", "cache_dir": tmp_path, "cache": {}}
     counts = []
     for _ in range(2):
@@ -158,9 +155,7 @@ def test_the_same_under_inductor(mode: GraphMode, tmp_path: Path) -> None:
     assert counts == [(3, unique), (0, 0)]
 
 
-def test_served_uncompiled_until_all_intervals_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_uncompiled_until_all_intervals_are_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     settings = {"compiler": "texts", "cache_dir": tmp_path, "cache": {}, "bundle": "serve"}
     served = prepared(Tiled(), GraphMode.PIECEWISE, **settings)
@@ -170,7 +165,7 @@ def test_served_uncompiled_until_all_intervals_are_compiled(
     assert check(served)[9] == "PIECEWISE 12"
 
 
-def test_shadow_steps_agree_in_every_interval() -> None:
+def test_shadow_steps_agree_in_every_interval():
     served = prepared(Tiled(), GraphMode.PIECEWISE, shadow={"every": 1, "share": 1.0})
     check(served)
     facts = served.report()["shadow"]
@@ -178,7 +173,7 @@ def test_shadow_steps_agree_in_every_interval() -> None:
     assert facts["wrong"] == []
 
 
-def test_rows_that_one_interval_mixes_are_found_there() -> None:
+def test_rows_that_one_interval_mixes_are_found_there():
     class Mixes(Tiled):
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
@@ -191,7 +186,7 @@ def test_rows_that_one_interval_mixes_are_found_there() -> None:
     assert prepared(Tiled(), GraphMode.PIECEWISE).report()["rows_mixed"] == []
 
 
-def test_profiler_ranges_name_the_pieces_of_the_interval() -> None:
+def test_profiler_ranges_name_the_pieces_of_the_interval():
     class Deeper(Tiled):
         def forward(self, x: Tensor) -> Tensor:
             x = super().forward(x)
@@ -213,9 +208,7 @@ def test_profiler_ranges_name_the_pieces_of_the_interval() -> None:
     assert counts == [4, 3]
 
 
-def test_an_error_of_loaded_code_names_its_piece_in_every_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     settings = {"compiler": "texts", "cache_dir": tmp_path, "cache": {"verify_bundle": "off"}}
     prepared(Tiled(), GraphMode.NONE, **settings)
@@ -237,7 +230,7 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(
 
 
 @pytest.mark.heavy
-def test_libraries_ahead_of_time_serve_all_intervals(tmp_path: Path) -> None:
+def test_libraries_ahead_of_time_serve_all_intervals(tmp_path):
     class Small(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.sin() * 2 if x.shape[0] <= 8 else x.sin() * 3

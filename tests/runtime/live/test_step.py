@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,9 +78,7 @@ def both() -> tuple[PreparedModel, nn.Module]:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_reqs"), [(1, 1), (3, 2), (4, 4), (7, 3), (8, 8)])
-def test_everything_keeps_its_form(
-    both: tuple[PreparedModel, nn.Module], num_tokens: int, num_reqs: int
-) -> None:
+def test_everything_keeps_its_form(both, num_tokens, num_reqs):
     prepared, model = both
     args, kwargs = arguments(num_tokens, num_reqs)
     decision = prepared.dispatch(Batch(num_tokens, num_reqs))
@@ -99,7 +96,7 @@ def test_everything_keeps_its_form(
     assert torch.equal(by_name["x"], expected["x"])
 
 
-def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, nn.Module]) -> None:
+def test_failure_25_padding_is_what_the_config_says(both):
     prepared, _ = both
     args, kwargs = arguments(3, 2)
     decision = prepared.dispatch(Batch(3, 2))
@@ -128,9 +125,7 @@ def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, n
         ({"ids": [1, 2, 3]}, "'ids' is list"),
     ],
 )
-def test_a_wrong_input_is_refused_by_name(
-    both: tuple[PreparedModel, nn.Module], change: dict[str, Any], message: str
-) -> None:
+def test_a_wrong_input_is_refused_by_name(both, change, message):
     prepared, _ = both
     (ids, positions, lengths, unused), kwargs = arguments(3, 2)
     given = {"ids": ids, "positions": positions, "lengths": lengths, "unused": unused} | kwargs
@@ -140,9 +135,7 @@ def test_a_wrong_input_is_refused_by_name(
         prepared.run(prepared.dispatch(Batch(3, 2)), **given)
 
 
-def test_a_batch_beyond_its_decision_or_the_model_is_refused(
-    both: tuple[PreparedModel, nn.Module],
-) -> None:
+def test_a_batch_beyond_its_decision_or_the_model_is_refused(both):
     prepared, _ = both
     decision = prepared.dispatch(Batch(4, 2))
     for num_tokens, error in ((5, BatchExceeded), (9, SizeOutOfRange)):
@@ -152,7 +145,7 @@ def test_a_batch_beyond_its_decision_or_the_model_is_refused(
         assert ("dispatched batch has at most 4" in str(caught.value)) == (num_tokens == 5)
 
 
-def test_a_padding_policy_for_what_is_no_parameter_is_refused() -> None:
+def test_a_padding_policy_for_what_is_no_parameter_is_refused():
     with pytest.raises(InvalidSetting, match="'idds'"):
         prepare(
             Everything(),
@@ -161,7 +154,7 @@ def test_a_padding_policy_for_what_is_no_parameter_is_refused() -> None:
         )
 
 
-def test_buffers_of_the_engine_are_read_where_they_are(serve: Callable[..., Any]) -> None:
+def test_buffers_of_the_engine_are_read_where_they_are(serve):
     buffer = torch.randn(16, 4)
     served = serve(input_buffers={"x": buffer})
     served.prepared.capture()
@@ -176,7 +169,7 @@ def test_buffers_of_the_engine_are_read_where_they_are(serve: Callable[..., Any]
         assert buffer.data_ptr() in [found.data_ptr() for found in found_by(recording.ownership)]
 
 
-def test_failure_12_a_copy_of_the_engines_buffer_is_an_error(serve: Callable[..., Any]) -> None:
+def test_failure_12_a_copy_of_the_engines_buffer_is_an_error(serve):
     buffer = torch.randn(16, 4)
     served = serve(input_buffers={"x": buffer})
     served.prepared.capture()

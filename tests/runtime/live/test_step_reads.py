@@ -134,7 +134,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("path", READS)
-def test_a_changed_value_is_an_error_that_names_it(path: str, device: str) -> None:
+def test_a_changed_value_is_an_error_that_names_it(path, device):
     prepared = prepared_for(READS[path], "PIECEWISE", device)
     assert step(prepared, Metadata(2.0), device).unique().tolist() == [5.0]
     with pytest.raises(StaleContext) as caught:
@@ -145,7 +145,7 @@ def test_a_changed_value_is_an_error_that_names_it(path: str, device: str) -> No
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_object_that_the_engine_changes_in_place(device: str) -> None:
+def test_an_object_that_the_engine_changes_in_place(device):
     prepared, metadata = prepared_for(READS["metadata.scale"], "FULL", device), Metadata(2.0)
     assert step(prepared, metadata, device).unique().tolist() == [5.0]
     metadata.scale = 3.0
@@ -155,7 +155,7 @@ def test_an_object_that_the_engine_changes_in_place(device: str) -> None:
     assert step(prepared, metadata, device).unique().tolist() == [5.0]
 
 
-def test_an_attribute_of_a_layer_that_changes() -> None:
+def test_an_attribute_of_a_layer_that_changes():
     layer = Inner(2.0)
     read = READS["metadata.scale"]
     prepared = prepared_for(
@@ -167,7 +167,7 @@ def test_an_attribute_of_a_layer_that_changes() -> None:
         step(prepared, Metadata(2.0))
 
 
-def test_what_splitting_ops_read_and_what_is_declared_may_change() -> None:
+def test_what_splitting_ops_read_and_what_is_declared_may_change():
     prepared = prepared_for(lambda m: 1.0 + m.bound, "PIECEWISE")
     changed = Metadata(4.0)
     changed.bound = 7
@@ -175,20 +175,20 @@ def test_what_splitting_ops_read_and_what_is_declared_may_change() -> None:
     assert step(prepared, changed).unique().tolist() == [5.0]
 
 
-def test_real_tokens_are_those_of_the_capture_only_without_padding() -> None:
+def test_real_tokens_are_those_of_the_capture_only_without_padding():
     prepared = prepared_for(lambda m: get_forward_context().num_tokens, "PIECEWISE")
     assert step(prepared, Metadata(1.0)).unique().tolist() == [3.0]
     with pytest.raises(StaleContext, match="num_tokens"):
         prepared(torch.ones(1, 4), batch=Batch(1, 1), metadata=Metadata(1.0))
 
 
-def test_a_form_of_metadata_that_lacks_the_value_is_an_error() -> None:
+def test_a_form_of_metadata_that_lacks_the_value_is_an_error():
     prepared = prepared_for(READS["metadata.inner.scale"], "FULL")
     with pytest.raises(StaleContext, match="no attribute 'inner'"):
         step(prepared, Inner(2.0))
 
 
-def test_the_event_of_a_capture_lists_what_it_read() -> None:
+def test_the_event_of_a_capture_lists_what_it_read():
     prepared = prepared_for(READS["metadata.inner.scale"], "PIECEWISE")
     (event,) = prepared.events.named("capture.recorded")
     classes = {"metadata": "Metadata", "metadata.inner": "Inner"}
@@ -303,9 +303,7 @@ def noted(read: Callable[[Any], object], metadata: Any) -> StepReads:
 
 
 @given(TREES, st.lists(st.integers(0, 11), max_size=6), st.data())
-def test_reads_that_are_noted_are_those_of_the_object_and_all_that_counts(
-    tree: Any, choices: list[int], data: st.DataObject
-) -> None:
+def test_reads_that_are_noted_are_those_of_the_object_and_all_that_counts(tree, choices, data):
     expected = read(copy.deepcopy(tree), choices)
     seen: list[Any] = []
     reads = noted(lambda metadata: seen.extend(read(metadata, choices)), copy.deepcopy(tree))
@@ -341,7 +339,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_kind_of_change_is_noticed(change: str) -> None:
+def test_each_kind_of_change_is_noticed(change):
     read, captured, step = CHANGES[change]
     reads = noted(read, captured)
     reads.check(ForwardContext({}, metadata=copy.copy(captured)))
@@ -353,7 +351,7 @@ class Bounded(SimpleNamespace):
     graph_bounds = ("longest",)
 
 
-def test_a_bound_may_fall_but_not_rise() -> None:
+def test_a_bound_may_fall_but_not_rise():
     metadata = Bounded(longest=8, scale=2.0)
     prepared = prepared_for(lambda m: m.longest * 0.0 + 1.0, "FULL", metadata=metadata)
     for longest in (8, 3):
@@ -363,7 +361,7 @@ def test_a_bound_may_fall_but_not_rise() -> None:
         step(prepared, Bounded(longest=9, scale=2.0))
 
 
-def test_what_an_op_writes_and_then_reads_is_not_the_steps() -> None:
+def test_what_an_op_writes_and_then_reads_is_not_the_steps():
     def read(metadata: Any) -> float:
         metadata.by_name["derived"] = metadata.derived = 4.0
         return float(metadata.derived + metadata.by_name["derived"])
@@ -372,7 +370,7 @@ def test_what_an_op_writes_and_then_reads_is_not_the_steps() -> None:
     assert step(prepared, metadata).unique().tolist() == [17.0]
 
 
-def test_two_captures_at_once_observe_one_class() -> None:
+def test_two_captures_at_once_observe_one_class():
     first, second = StepReads(), StepReads()
     metadata = Inner(2.0)
     contexts = [ForwardContext({}, metadata=metadata) for _ in range(2)]

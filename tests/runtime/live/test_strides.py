@@ -69,7 +69,7 @@ INPUTS: dict[str, Callable[[int], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 12])  # padded, full, without a graph
 @pytest.mark.parametrize("case", INPUTS)
-def test_inputs_of_any_strides(prepared: PreparedModel, case: str, num_tokens: int) -> None:
+def test_inputs_of_any_strides(prepared, case, num_tokens):
     given = {
         "x": torch.randn(num_tokens, 4),
         "positions": torch.randint(9, (3, num_tokens)),
@@ -81,9 +81,7 @@ def test_inputs_of_any_strides(prepared: PreparedModel, case: str, num_tokens: i
     torch.testing.assert_close(prepared.run(decision, **given), Model()(**given))
 
 
-def test_code_without_a_graph_is_given_the_strides_it_relies_on(
-    prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_without_a_graph_is_given_the_strides_it_relies_on(prepared, monkeypatch):
     """Ahead-of-time libraries do not check strides: they read out of bounds."""
     seen: list[bool] = []
     stitched = prepared._core.steps.code.call
@@ -102,7 +100,7 @@ def test_code_without_a_graph_is_given_the_strides_it_relies_on(
     assert seen == [True] * 3
 
 
-def test_an_engines_buffer_with_strided_rows_is_copied(prepared: PreparedModel) -> None:
+def test_an_engines_buffer_with_strided_rows_is_copied(prepared):
     buffers = {
         "x": torch.randn(MAX_TOKENS, 4),
         "positions": torch.randint(9, (3, MAX_TOKENS)),
@@ -122,7 +120,7 @@ def test_an_engines_buffer_with_strided_rows_is_copied(prepared: PreparedModel) 
         torch.testing.assert_close(served.run(decision, **given), Model()(**given))
 
 
-def test_the_same_first_byte_with_other_strides_is_not_the_engines_buffer() -> None:
+def test_the_same_first_byte_with_other_strides_is_not_the_engines_buffer():
     buffer = torch.randn(MAX_TOKENS, 4)
     settings = config(compiler="eager")
     served = prepare(Model(), settings, backend=strict_backend(), input_buffers={"x": buffer})
@@ -135,7 +133,7 @@ def test_the_same_first_byte_with_other_strides_is_not_the_engines_buffer() -> N
         served.run(decision, buffer[:4].t(), *rest)
 
 
-def test_a_fixed_shape_keeps_the_strides_it_was_traced_with() -> None:
+def test_a_fixed_shape_keeps_the_strides_it_was_traced_with():
     table = torch.randn(5, 3).t()
     examples = ((torch.randn(7, 4).t().t(), torch.randint(9, (7, 3)).t(), table), {})
     served = prepare(Model(), config(), examples=examples, backend=strict_backend())
@@ -148,7 +146,7 @@ def test_a_fixed_shape_keeps_the_strides_it_was_traced_with() -> None:
             torch.testing.assert_close(served.run(decision, *given), Model()(*given))
 
 
-def test_an_engines_buffer_of_fixed_shape_and_other_strides_is_refused() -> None:
+def test_an_engines_buffer_of_fixed_shape_and_other_strides_is_refused():
     buffers = {"table": torch.randn(5, 3).t()}
     with pytest.raises(InputMismatch, match=r"'table' is laid out with strides \(1, 3\)"):
         prepare(Model(), config(compiler="eager"), input_buffers=buffers)

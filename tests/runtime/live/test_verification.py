@@ -53,9 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
 
 
-def test_report_log_and_forecast_name_the_condition_that_refused(
-    prepare_live: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_report_log_and_forecast_name_the_condition_that_refused(prepare_live, caplog):
     off = CacheSettings(verify_bundle="off")
     assert prepare_live(Gained(2.0), cache=off).prepared.report()["cache"]["detail"] is None
     with caplog.at_level(logging.WARNING, logger="piecegraph"):
@@ -95,9 +93,7 @@ def wrong(served: LiveServed) -> bool:
     return False
 
 
-def test_a_stale_bundle_serves_until_the_trace_has_found_it(
-    stale_start: Prepare, prepare_live: Prepare, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare_live, caplog):
     served = stale_start(steps={"after_seal": "raise"})
     assert wrong(served)  # what conditions let through, nothing else can see at once
     served.prepared.capture()
@@ -122,7 +118,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(
     assert following.prepared.parts.starts.wait_until_verified(60) is True
 
 
-def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start: Prepare) -> None:
+def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start):
     served = stale_start(bundle="force")
     with pytest.raises(BundleStale, match=r"piece 2 of 3.*\* 3.0"):
         served.prepared.parts.starts.wait_until_verified(60)
@@ -132,7 +128,7 @@ def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start: 
 
 
 @pytest.mark.parametrize("use", ["use", "serve"])
-def test_verified_before_the_first_step_it_never_serves(stale_start: Prepare, use: str) -> None:
+def test_verified_before_the_first_step_it_never_serves(stale_start, use):
     served = stale_start("before", bundle=use)
     assert served.prepared.report()["cache"]["verified"] is False
     served.step(3, 1)
@@ -140,14 +136,12 @@ def test_verified_before_the_first_step_it_never_serves(stale_start: Prepare, us
     served.step(3, 1)
 
 
-def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start: Prepare) -> None:
+def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start):
     with pytest.raises(BundleStale, match="piece 2 of 3"):
         stale_start("before", bundle="force")
 
 
-def test_every_warm_start_verifies_in_a_process_that_is_equal_too(
-    prepare_live: Prepare, blind: None
-) -> None:
+def test_every_warm_start_verifies_in_a_process_that_is_equal_too(prepare_live, blind):
     """What the model was made of, such as a file that the program has read, is in no list."""
 
     def start(gain: float) -> tuple[bool | str, bool | str]:
@@ -175,8 +169,8 @@ NO_TRACE = "RuntimeError: no trace here"
 
 
 def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
-    prepare_live: Prepare, cannot_compare: None, caplog: pytest.LogCaptureFixture
-) -> None:
+    prepare_live, cannot_compare, caplog
+):
     prepare_live()
     prepared = prepare_live().prepared
     assert prepared.parts.starts.wait_until_verified(60) == NO_TRACE
@@ -185,9 +179,7 @@ def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
     assert NO_TRACE in caplog.text
 
 
-def test_what_cannot_be_compared_before_the_first_step_is_compiled(
-    prepare_live: Prepare, cannot_compare: None
-) -> None:
+def test_what_cannot_be_compared_before_the_first_step_is_compiled(prepare_live, cannot_compare):
     prepare_live()
     served = prepare_live(cache=CacheSettings(verify_bundle="before"))
     assert served.prepared.report()["cache"]["verified"] == NO_TRACE
@@ -225,8 +217,8 @@ def leave_on_a_rank(rank: int, folder: Path, prepare: Prepare, bundle: str) -> N
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 @pytest.mark.parametrize("bundle", ["use", "force"])
 def test_ranks_leave_a_bundle_at_the_same_step_and_a_forced_one_raises_once_waited_for(
-    prepare_live: Prepare, blind: None, tmp_path: Path, bundle: str
-) -> None:
+    prepare_live, blind, tmp_path, bundle
+):
     prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
     fork = multiprocessing.get_context("fork").Process
     ranks = [fork(target=leave_on_a_rank, args=(i, tmp_path, prepare_live, bundle)) for i in (0, 1)]
@@ -242,14 +234,14 @@ def test_ranks_leave_a_bundle_at_the_same_step_and_a_forced_one_raises_once_wait
     assert one[2] is other[2] is False
 
 
-def test_off_traces_nothing(prepare_live: Prepare) -> None:
+def test_off_traces_nothing(prepare_live):
     off = CacheSettings(verify_bundle="off")
     prepare_live(cache=off)
     served = prepare_live(cache=off)
     assert served.prepared.parts.starts.wait_until_verified(0) == "verify_bundle is 'off'"
 
 
-def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold: Prepare) -> None:
+def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold):
     """Dynamo takes back what was drawn from the generators while it traced."""
     torch.manual_seed(0)
     state, numbers = torch.get_rng_state(), list[torch.Tensor]()
@@ -288,8 +280,8 @@ def dtype_changed_beside_a_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[li
 
 
 def test_under_another_state_than_that_of_prepare_nothing_is_known(
-    prepare_live: Prepare, dtype_changed_beside_a_trace: list[str]
-) -> None:
+    prepare_live, dtype_changed_beside_a_trace
+):
     prepare_live()
     starts = prepare_live().prepared.parts.starts
     assert "default_dtype" in str(starts.wait_until_verified(3))
@@ -299,8 +291,8 @@ def test_under_another_state_than_that_of_prepare_nothing_is_known(
 
 
 def test_code_is_made_stored_and_served_under_the_state_of_prepare(
-    serve_cold: Prepare, prepare_live: Prepare, dtype_changed_beside_a_trace: list[str]
-) -> None:
+    serve_cold, prepare_live, dtype_changed_beside_a_trace
+):
     model = Model()
     served = serve_cold(model)
     assert not served.prepared.parts.starts.wait_until_compiled(3)
@@ -313,7 +305,7 @@ def test_code_is_made_stored_and_served_under_the_state_of_prepare(
     assert prepare_live(model).prepared.compiled.from_bundle
 
 
-def test_the_switch_waits_for_the_state_of_prepare(serve_cold: Prepare) -> None:
+def test_the_switch_waits_for_the_state_of_prepare(serve_cold):
     prepared = serve_cold().prepared
     assert prepared.parts.starts.beside.thread.join(60)
     for dtype, switches in ((torch.float64, False), (torch.float32, True)):
@@ -322,9 +314,7 @@ def test_the_switch_waits_for_the_state_of_prepare(serve_cold: Prepare) -> None:
         assert prepared.compiled.traced == switches
 
 
-def test_a_model_that_is_dropped_or_closed_ends_its_trace(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_dropped_or_closed_ends_its_trace(prepare_live, monkeypatch):
     monkeypatch.setattr(verification, "LATEST_START_S", 600.0)
     prepare_live()
     served, begun = prepare_live(), list[str]()
@@ -338,9 +328,7 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a generator
-def test_an_error_at_any_point_of_a_trace_is_no_difference(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_at_any_point_of_a_trace_is_no_difference(prepare_live, monkeypatch):
     """MemoryError or SystemError at the n-th call of Python code of the first try."""
     monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01,) * 5)
     trace, points, raised = verify.trace_with_guards, list[int](), list[str]()
@@ -373,9 +361,7 @@ def test_an_error_at_any_point_of_a_trace_is_no_difference(
     assert len(raised) > 20
 
 
-def test_a_fault_of_the_copies_of_layers_is_found(
-    prepare_live: Prepare, blind: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_copies_of_layers_is_found(prepare_live, blind, monkeypatch):
     """Any two layers count as equal: only the first gain is in the graph."""
     monkeypatch.setattr(Match, "_difference", lambda *_: None)
     monkeypatch.setattr(Match, "_read_difference", lambda *_: None)

@@ -60,7 +60,7 @@ def captured(serve: Callable[..., Any], **settings: Any) -> Any:
     return served
 
 
-def test_an_update_in_place_needs_nothing(serve: Callable[..., Any]) -> None:
+def test_an_update_in_place_needs_nothing(serve):
     served = captured(serve)
     served.model.layers[0].weight.mul_(2)
     assert served.prepared.refresh() == ()
@@ -70,9 +70,7 @@ def test_an_update_in_place_needs_nothing(serve: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("lengths", [(1, 1), (3,), (12,)])
-def test_failure_19_no_step_reads_weights_that_were_replaced(
-    serve: Callable[..., Any], change: Callable[[nn.Module], str], lengths: tuple[int, ...]
-) -> None:
+def test_failure_19_no_step_reads_weights_that_were_replaced(serve, change, lengths):
     served = captured(serve, options={"fail_on_moved_inputs": False})  # as on a device
     kept = [parameter.data for parameter in served.model.parameters()]
     name = change(served.model)
@@ -90,9 +88,7 @@ def test_failure_19_no_step_reads_weights_that_were_replaced(
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_refresh_captures_again_what_reads_replaced_weights(
-    serve: Callable[..., Any], change: Callable[[nn.Module], str]
-) -> None:
+def test_refresh_captures_again_what_reads_replaced_weights(serve, change):
     served = captured(serve)
     before = served.captured()
     name = change(served.model)
@@ -126,9 +122,7 @@ LATE = {"fail_on_moved_inputs": False}  # only what the checks notice counts
     ("emulated", "change"),
     [(True, move_weight), (False, replace_weight), (False, replace_module)],
 )
-def test_a_replaced_weight_is_noticed_by_the_next_step(
-    serve: Callable[..., Any], change: Callable[[nn.Module], str], lengths: Any, emulated: bool
-) -> None:
+def test_a_replaced_weight_is_noticed_by_the_next_step(serve, change, lengths, emulated):
     served = captured(serve, options=LATE)
     if not emulated:
         as_on_a_device(served)
@@ -138,9 +132,7 @@ def test_a_replaced_weight_is_noticed_by_the_next_step(
 
 
 @pytest.mark.parametrize("change", [move_weight, swap_data])
-def test_a_refresh_tells_other_prepared_models_of_the_module(
-    serve: Callable[..., Any], change: Callable[[nn.Module], str]
-) -> None:
+def test_a_refresh_tells_other_prepared_models_of_the_module(serve, change):
     first = captured(serve, options=LATE)
     second = as_on_a_device(captured(serve, model=first.model, options=LATE))
     name = change(first.model)
@@ -151,7 +143,7 @@ def test_a_refresh_tells_other_prepared_models_of_the_module(
     second.step(3)
 
 
-def test_memory_given_back_is_noticed_by_the_next_step(serve: Callable[..., Any]) -> None:
+def test_memory_given_back_is_noticed_by_the_next_step(serve):
     served, cache, other = serve(options=LATE), torch.zeros(8), torch.zeros(8)
     served.prepared.watch("kv_cache", cache)
     served.prepared.watch("other", other)
@@ -164,9 +156,7 @@ def test_memory_given_back_is_noticed_by_the_next_step(serve: Callable[..., Any]
 
 
 @pytest.mark.parametrize("end", [lambda served: served.prepared.close(), lambda served: None])
-def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(
-    serve: Callable[..., Any], end: Callable[[Any], None]
-) -> None:
+def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(serve, end):
     before = len(module._global_parameter_registration_hooks)
     served = serve()
     assert len(module._global_parameter_registration_hooks) == before + 1
@@ -176,7 +166,7 @@ def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(
     assert len(module._global_parameter_registration_hooks) == before
 
 
-def test_swapped_tensors_are_refused_by_torch(serve: Callable[..., Any]) -> None:
+def test_swapped_tensors_are_refused_by_torch(serve):
     """Graphs hold weak references to what they read, and torch swaps no tensor that has one."""
     served = captured(serve)
     weight = served.model.layers[1].weight
@@ -185,7 +175,7 @@ def test_swapped_tensors_are_refused_by_torch(serve: Callable[..., Any]) -> None
     served.step(3)
 
 
-def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) -> None:
+def test_refresh_captures_again_only_what_is_stale(serve):
     served = serve()
     first, second = torch.zeros(4), torch.zeros(4)
     served.prepared.watch("kv_cache", first)
@@ -205,9 +195,7 @@ def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) ->
     assert first.numel() == 4
 
 
-def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(
-    serve: Callable[..., Any],
-) -> None:
+def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(serve):
     served = serve()
     workspace = torch.zeros(4)
     served.prepared.watch("workspace", workspace)
@@ -223,14 +211,14 @@ def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(
     assert replacement.numel() == 4
 
 
-def test_weights_of_another_form_are_refused(serve: Callable[..., Any]) -> None:
+def test_weights_of_another_form_are_refused(serve):
     served = captured(serve)
     served.model.layers[0].bias = nn.Parameter(torch.ones(4, 1), requires_grad=False)
     with pytest.raises(ModelMismatch, match=r"layers\.0\.bias"):
         served.prepared.refresh()
 
 
-def test_weights_loaded_before_the_capture_are_found(serve: Callable[..., Any]) -> None:
+def test_weights_loaded_before_the_capture_are_found(serve):
     served = serve()
     replace_weight(served.model)
     served.prepared.capture()
@@ -238,7 +226,7 @@ def test_weights_loaded_before_the_capture_are_found(serve: Callable[..., Any]) 
         served.step(*lengths)
 
 
-def test_release_frees_everything_and_capture_restores_it(serve: Callable[..., Any]) -> None:
+def test_release_frees_everything_and_capture_restores_it(serve):
     served = captured(serve)
     before, used = served.captured(), served.backend.memory().used
     served.prepared.release()
@@ -251,7 +239,7 @@ def test_release_frees_everything_and_capture_restores_it(serve: Callable[..., A
     assert served.step(1, 1) == "FULL 2"
 
 
-def test_failure_18_after_release_no_recording_holds_an_address(serve: Callable[..., Any]) -> None:
+def test_failure_18_after_release_no_recording_holds_an_address(serve):
     served = captured(serve)
     recordings = [recording for _, recording in served.prepared.recordings()]
     served.prepared.release()
@@ -266,9 +254,7 @@ def test_failure_18_after_release_no_recording_holds_an_address(serve: Callable[
 
 
 @pytest.mark.parametrize("action", ["refresh", "release"])
-def test_the_device_is_idle_before_a_graph_is_freed(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, action: str
-) -> None:
+def test_the_device_is_idle_before_a_graph_is_freed(serve, monkeypatch, action):
     served, order, release = captured(serve), list[str](), Recording.release
     replace_weight(served.model)
     monkeypatch.setattr(ReplayBackend, "synchronize", lambda backend: order.append("wait"))
@@ -279,9 +265,7 @@ def test_the_device_is_idle_before_a_graph_is_freed(
     assert order[:2] == ["wait", "free"]
 
 
-def test_stale_graphs_are_freed_before_the_first_is_captured_again(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_graphs_are_freed_before_the_first_is_captured_again(serve, monkeypatch):
     served = captured(serve, options={"limit": captured(serve).used})  # no room for one more
     before, order = served.captured(), []
     for name in ("remove", "record"):
@@ -296,7 +280,7 @@ def test_stale_graphs_are_freed_before_the_first_is_captured_again(
     assert served.captured() == before
 
 
-def test_a_watched_tensor_that_is_given_other_memory_is_noticed(serve: Callable[..., Any]) -> None:
+def test_a_watched_tensor_that_is_given_other_memory_is_noticed(serve):
     served = serve()
     cache = torch.zeros(4, 8)
     served.prepared.watch("kv_cache", cache)
@@ -310,9 +294,7 @@ def test_a_watched_tensor_that_is_given_other_memory_is_noticed(serve: Callable[
     served.step(1, 1)
 
 
-def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(
-    serve: Callable[..., Any],
-) -> None:
+def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(serve):
     served = serve()
     served.step(3)
     replace_module(served.model)
@@ -329,7 +311,7 @@ def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(
     served.step(3)
 
 
-def test_a_watched_view_may_be_dropped_while_its_memory_lives(serve: Callable[..., Any]) -> None:
+def test_a_watched_view_may_be_dropped_while_its_memory_lives(serve):
     served = serve()
     pages = torch.zeros(4, 8)
     served.prepared.watch("kv_cache", pages[1:])
@@ -342,9 +324,7 @@ def test_a_watched_view_may_be_dropped_while_its_memory_lives(serve: Callable[..
         served.step(3)
 
 
-def test_a_tensor_that_takes_another_place_in_layers_is_an_error_and_refresh_follows_it(
-    serve: Callable[..., Any],
-) -> None:
+def test_a_tensor_that_takes_another_place_in_layers_is_an_error_and_refresh_follows_it(serve):
     served = serve()
     spare = served.stage.starts.clone()
     served.prepared.watch("starts", served.stage.starts)
@@ -358,9 +338,7 @@ def test_a_tensor_that_takes_another_place_in_layers_is_an_error_and_refresh_fol
     served.step(1, 1)
 
 
-def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(
-    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(serve, monkeypatch):
     served = serve()
     # without it the path is compared
     monkeypatch.setattr(type(served.stage), "graph_constants", ("starts",), raising=False)
@@ -381,9 +359,7 @@ class Metadata:
     unread: torch.Tensor
 
 
-def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(
-    serve: Callable[..., Any],
-) -> None:
+def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(serve):
     served = serve()
     starts = served.stage.starts
 
@@ -400,9 +376,7 @@ def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(
         served.prepared(x, batch=batch, metadata=metadata)
 
 
-def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
-    serve: Callable[..., Any],
-) -> None:
+def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(serve):
     served = serve()
     starts = served.stage.starts
     served.prepared.capture(lambda descriptor, mode: starts[: descriptor.num_tokens])
@@ -414,7 +388,7 @@ def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
     served.prepared(x, batch=batch, metadata=starts)
 
 
-def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
+def test_metadata_of_many_tensors_is_compared_in_turn():
     shared = torch.zeros(2)
     tensors = [shared] * 40 + [torch.zeros(2) for _ in range(10)]
     by_path = {f"metadata['layers'][{at}]": tensor for at, tensor in enumerate(tensors)}
@@ -436,7 +410,7 @@ def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
     assert kept.numel()
 
 
-def test_metadata_that_moves_later_is_noticed_at_once(serve: Callable[..., Any]) -> None:
+def test_metadata_that_moves_later_is_noticed_at_once(serve):
     served = serve()
     starts = served.stage.starts
     served.prepared.capture(lambda descriptor, mode: starts[: descriptor.num_tokens])
@@ -485,7 +459,7 @@ class Quantized(nn.Module):
 
 
 @pytest.mark.compile
-def test_inner_tensors_of_a_tensor_subclass_are_followed() -> None:
+def test_inner_tensors_of_a_tensor_subclass_are_followed():
     model = Quantized()
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"},
@@ -520,7 +494,7 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.heavy
-def test_200_captures_and_closes_leak_nothing(serve: Callable[..., Any]) -> None:
+def test_200_captures_and_closes_leak_nothing(serve):
     def cycle() -> None:
         served = serve(sizes=(2,))
         served.prepared.capture()

@@ -106,30 +106,26 @@ def same_as_model(prepared: PreparedModel, model: nn.Module, num_tokens: int) ->
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
 @pytest.mark.parametrize("model", [Writing(), Breaking()])
-def test_what_is_written_to_inputs_reaches_the_caller(
-    model: nn.Module, strategy: str, mode: str
-) -> None:
+def test_what_is_written_to_inputs_reaches_the_caller(model, strategy, mode):
     prepared = prepared_for(model, graph_mode=mode, strategy=strategy)
     assert written(prepared) == {"x", "y"}
     modes = [same_as_model(prepared, model, size) for size in (8, 3, 1, 5, 8, 20)]
     assert modes == [mode] * 5 + ["NONE"]
 
 
-def test_what_generated_code_writes_reaches_the_caller_too() -> None:
+def test_what_generated_code_writes_reaches_the_caller_too():
     model = Writing()
     prepared = prepared_for(model, graph_mode="PIECEWISE", compiler="inductor")
     assert [same_as_model(prepared, model, size) for size in (8, 3)] == ["PIECEWISE"] * 2
 
 
-def test_a_model_that_only_reads_its_inputs_pays_nothing() -> None:
+def test_a_model_that_only_reads_its_inputs_pays_nothing():
     prepared = prepared_for(Reading(), graph_mode="FULL")
     assert not written(prepared)
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_examples_that_are_views_or_were_written_before_are_not_taken_for_written(
-    inference: bool,
-) -> None:
+def test_examples_that_are_views_or_were_written_before_are_not_taken_for_written(inference):
     with torch.inference_mode(inference):
         x, y, z = torch.randn(17, 4), torch.randn(19, 4)[2:], torch.randn(17, 4)
         for tensor in (x, y, z):
@@ -141,7 +137,7 @@ def test_examples_that_are_views_or_were_written_before_are_not_taken_for_writte
     assert not written(prepared)
 
 
-def test_captures_leave_what_the_engine_has_in_its_buffers() -> None:
+def test_captures_leave_what_the_engine_has_in_its_buffers():
     model, buffers = Writing(), {name: torch.randn(32, 4) for name in "xy"}
     prepared = prepared_for(model, buffers, graph_mode="FULL", strategy="lazy")
     own = [buffers["x"][:3], buffers["y"][:3], torch.randn(3, 4)]

@@ -11,7 +11,7 @@ from piecegraph.errors import RankLost
 from piecegraph.runtime.parts.ranks import ranks as module
 
 
-def test_failure_35_a_late_rank_is_not_taken_for_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_35_a_late_rank_is_not_taken_for_the_cause(monkeypatch):
     """Rank 0 comes after rank 1 has given up on 0 and 2; it must not name 2 alone."""
     store = dist.HashStore()
     monkeypatch.setattr(module, "process_group_store", lambda group: store)

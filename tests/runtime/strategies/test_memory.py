@@ -34,7 +34,7 @@ def facts(served: Any, event: str) -> dict[str, Any]:
     return dict(served.prepared.events.named(event)[-1].facts)
 
 
-def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
+def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared():
     forecast = fit([(64, 900), (32, 42), (2, 12)], alone=62)
     assert forecast.own == ((2, 12.0), (32, 42.0), (64, 74.0))
     assert forecast.shared == ((2, 50.0), (64, 826.0))
@@ -47,7 +47,7 @@ def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
     assert exact.growth((FULL, 64), [(FULL, 2)]) == 900 - 50
 
 
-def test_graphs_of_a_mode_without_a_forecast_count_as_used_only() -> None:
+def test_graphs_of_a_mode_without_a_forecast_count_as_used_only():
     """A change of the plan may add a mode of which nothing was probed."""
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=16)
     index = {graph_of(plan, graph_index): graph_index for graph_index in range(6)}
@@ -61,7 +61,7 @@ def test_graphs_of_a_mode_without_a_forecast_count_as_used_only() -> None:
     assert not memory.admits(index[RuntimeMode.PIECEWISE, 16])
 
 
-def test_several_graphs_of_one_size_count_as_the_largest_of_them() -> None:
+def test_several_graphs_of_one_size_count_as_the_largest_of_them():
     """LoRA cases and axes give a size several graphs."""
     forecast = Forecast({FULL: fit([(4, 900), (4, 42), (4, 12)], alone=62)})
     assert forecast.modes[FULL].own == ((4, 42.0),)
@@ -71,7 +71,7 @@ def test_several_graphs_of_one_size_count_as_the_largest_of_them() -> None:
     assert mixed.total([(FULL, 8), (FULL, 4)]) == 900 + 30
 
 
-def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured() -> None:
+def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured():
     straight = [(64, 900), (48, 58), (32, 42), (16, 26), (2, 12)]
     assert fit(straight).error == 0
     bent = Forecast({FULL: fit([(64, 900), (48, 58), (32, 42), (16, 1026), (2, 12)])})
@@ -79,7 +79,7 @@ def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured() -> N
     assert bent.margin([(FULL, 8), (FULL, 16), (FULL, 40)]) == 2000
 
 
-def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
+def test_failure_32_the_forecast_counts_the_shared_part_once(make):
     served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
     served.prepared.capture()
     told = facts(served, "memory.accuracy")
@@ -88,7 +88,7 @@ def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
     assert facts(served, "memory.forecast")["bytes"] == told["forecast"]
 
 
-def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
+def test_failure_34_probes_leave_nothing_in_the_pool(make):
     plain = everything(make)
     served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
     served.prepared.capture()
@@ -96,9 +96,7 @@ def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
     assert served.captures == make_all(make).captures
 
 
-def test_probes_are_released_even_if_their_recordings_are_held(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probes_are_released_even_if_their_recordings_are_held(make, monkeypatch):
     served = make(LADDER, options=OPTIONS)
     held: list[Any] = []
     record = GraphSet.record
@@ -114,8 +112,8 @@ def test_probes_are_released_even_if_their_recordings_are_held(
 
 
 def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_pruned(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, monkeypatch
+):
     monkeypatch.setattr(graph_memory, "prune", lambda *facts: [])
     limit = everything(make) // 2
     served = make(LADDER, strategy="delayed", steps={"memory_limit": limit}, options=OPTIONS)
@@ -126,7 +124,7 @@ def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_prune
     assert served.told("capture.refused")
 
 
-def test_without_the_largest_the_next_opens_the_pool_with_a_fixed_workspace() -> None:
+def test_without_the_largest_the_next_opens_the_pool_with_a_fixed_workspace():
     probes = [(64, 6500 + 100), (32, 100), (2, 100)]
     forecast = Forecast({FULL: fit(probes, alone=6500 + 100)})  # a workspace that does not shrink
     assert forecast.total([(FULL, 32)]) == 6600
@@ -146,9 +144,7 @@ def make_all(make: Any) -> Any:
     st.floats(0, 1.2),
     st.lists(st.tuples(st.booleans(), st.integers(1, 33)), max_size=15),
 )
-def test_no_strategy_ever_exceeds_the_limit(
-    make: Any, strategy: str, graph_bytes: int, share: float, batches: Any
-) -> None:
+def test_no_strategy_ever_exceeds_the_limit(make, strategy, graph_bytes, share, batches):
     limit = int(share * (len(LADDER) * 4 * graph_bytes + 10_000))
     options = {"graph_bytes": graph_bytes}
     served = make(LADDER, strategy=strategy, steps={"memory_limit": limit}, options=options)
@@ -172,9 +168,7 @@ costs = st.builds(ModeForecast, own=points, shared=points)
     costs,
     st.integers(0, 20_000),
 )
-def test_no_pruned_plan_is_forecast_above_the_limit(
-    sizes: set[int], piecewise: ModeForecast, full: ModeForecast, limit: int
-) -> None:
+def test_no_pruned_plan_is_forecast_above_the_limit(sizes, piecewise, full, limit):
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sorted(sizes), max_num_reqs=64)
     forecast = Forecast({RuntimeMode.PIECEWISE: piecewise, RuntimeMode.FULL: full})
     indices = list(range(len(plan.entries)))
@@ -188,7 +182,7 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
     assert len(set(dropped)) == len(dropped)
 
 
-def test_what_saves_least_goes_first() -> None:
+def test_what_saves_least_goes_first():
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
     forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
     indices = list(range(4))
@@ -198,7 +192,7 @@ def test_what_saves_least_goes_first() -> None:
     assert [sizes[graph_index] for graph_index in often_16] == [17]
 
 
-def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
+def test_the_limit_names_what_it_drops_and_the_rest_serves(make):
     limit = everything(make) // 2
     served = make(LADDER, strategy="eager", steps={"memory_limit": limit}, options=OPTIONS)
     served.prepared.capture()
@@ -211,7 +205,7 @@ def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
         served.mixed(n)
 
 
-def test_a_share_of_free_memory_is_a_limit_too(make: Any) -> None:
+def test_a_share_of_free_memory_is_a_limit_too(make):
     free = 2 * everything(make)
     served = make(LADDER, steps={"memory_limit": 0.25}, options={**OPTIONS, "limit": free})
     served.prepared.capture()
@@ -231,7 +225,7 @@ def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make: Any) -> No
 
 
 @pytest.mark.parametrize("strategy", ["lazy", "delayed"])
-def test_the_largest_that_fits_is_captured_at_startup(make: Any, strategy: str) -> None:
+def test_the_largest_that_fits_is_captured_at_startup(make, strategy):
     served = make((2, 4, 8), strategy=strategy, options={"exhausting_captures": frozenset({1})})
     served.prepared.capture()
     assert served.captures == ["PIECEWISE 4", "FULL 8"]
@@ -246,7 +240,7 @@ def lazily(make: Any, graphs: int) -> Any:
     return served
 
 
-def test_lazy_recordings_keep_their_bytes_and_the_least_wanted_goes(make: Any) -> None:
+def test_lazy_recordings_keep_their_bytes_and_the_least_wanted_goes(make):
     served = lazily(make, 2)
     at_startup = served.used
     for n in (8, 8, 8, 4, 2, 2):
@@ -258,7 +252,7 @@ def test_lazy_recordings_keep_their_bytes_and_the_least_wanted_goes(make: Any) -
     assert served.decode(4) == "FULL 8"
 
 
-def test_what_is_worth_more_is_not_evicted(make: Any) -> None:
+def test_what_is_worth_more_is_not_evicted(make):
     served = lazily(make, 1)
     assert [served.decode(n) for n in (8, 8, 8, 2, 2, 2)] == ["FULL 8"] * 6
     assert served.told("capture.evicted") == []
@@ -267,7 +261,7 @@ def test_what_is_worth_more_is_not_evicted(make: Any) -> None:
     assert served.told("capture.evicted") == ["FULL 8"]
 
 
-def test_startup_recordings_are_never_evicted(make: Any) -> None:
+def test_startup_recordings_are_never_evicted(make):
     served = lazily(make, 0)
     for _ in range(5):
         served.decode(2)
@@ -278,9 +272,7 @@ def test_startup_recordings_are_never_evicted(make: Any) -> None:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
-def test_eviction_from_the_shared_pool_changes_no_result(
-    make: Any, graphs: int, batches: Any
-) -> None:
+def test_eviction_from_the_shared_pool_changes_no_result(make, graphs, batches):
     served = lazily(make, graphs)
     at_startup = served.used
     for is_decode, n in batches:
@@ -289,13 +281,13 @@ def test_eviction_from_the_shared_pool_changes_no_result(
         assert served.prepared.parts.strategies.capturer.memory.used == served.used
 
 
-def test_worth_is_what_is_saved_per_byte() -> None:
+def test_worth_is_what_is_saved_per_byte():
     assert worth(10, 5, 100) == 0.5
     assert worth(0, 5, 100) == 0
     assert worth(0, 5, 0) > worth(10**9, 10**9, 1)
 
 
-def test_ranks_prune_by_the_traffic_of_them_all() -> None:
+def test_ranks_prune_by_the_traffic_of_them_all():
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
     memory, records = GraphMemory(plan), Records()
     memory.forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})

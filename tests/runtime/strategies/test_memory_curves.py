@@ -158,7 +158,7 @@ CURVES: dict[str, tuple[Curve, Curve]] = {
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("mode", [GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY])
-def test_the_limit_holds_on_every_curve(curve: str, share: float, mode: GraphMode) -> None:
+def test_the_limit_holds_on_every_curve(curve, share, mode):
     whole = Rig(*CURVES[curve], None, mode=mode)
     whole.capturer.startup()
     limit = int(share * whole.used)
@@ -194,9 +194,7 @@ cost = st.integers(0, 2**32).map(lambda seed: random.Random(seed).choices(range(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=25),
 )
-def test_no_plan_exceeds_the_limit(
-    own: list[int], working: list[int], limit: int, strategy: str, batches: Any
-) -> None:
+def test_no_plan_exceeds_the_limit(own, working, limit, strategy, batches):
     rig = Rig(own.__getitem__, working.__getitem__, limit, strategy=strategy)
     rig.capturer.startup()
     assert rig.used <= limit
@@ -209,7 +207,7 @@ def test_no_plan_exceeds_the_limit(
 
 
 @pytest.mark.parametrize("limit", [400, 800, 1000, 1400])
-def test_all_memory_within_the_limit_is_used(limit: int) -> None:
+def test_all_memory_within_the_limit_is_used(limit):
     """As many graphs as the smallest sizes would allow, or nearly."""
     own: Curve = lambda n: 100  # noqa: E731
     working: Curve = lambda n: 8 * n  # noqa: E731
@@ -221,7 +219,7 @@ def test_all_memory_within_the_limit_is_used(limit: int) -> None:
     assert len(rig.captured) >= possible - 1
 
 
-def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast() -> None:
+def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast():
     probed = iter([2000] * 12)  # probes take more than the captures after them
     rig = Rig(lambda n: next(probed, 100), lambda n: 0, 6000)
     rig.capturer.startup()
@@ -232,7 +230,7 @@ def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast() -> N
 
 
 @pytest.mark.parametrize("limit", [300, 500])
-def test_the_first_start_keeps_small_decode_sizes(limit: int) -> None:
+def test_the_first_start_keeps_small_decode_sizes(limit):
     """Without a histogram of batch sizes a single decode request does not run 64 rows."""
     sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
     own: Curve = lambda n: 10 + n / 100  # noqa: E731
@@ -244,7 +242,7 @@ def test_the_first_start_keeps_small_decode_sizes(limit: int) -> None:
     assert 0.9 * limit < rig.used <= limit
 
 
-def test_a_memory_plan_states_how_uncertain_its_forecast_is(caplog: Any) -> None:
+def test_a_memory_plan_states_how_uncertain_its_forecast_is(caplog):
     straight = Rig(*CURVES["affine"], None)
     bent = Rig(*CURVES["falling own"], None)
     assert straight.capturer.limit.expected_bytes()[1] == 0

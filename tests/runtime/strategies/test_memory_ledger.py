@@ -14,7 +14,7 @@ ranges = st.tuples(owners, st.sampled_from("ab"), st.integers(0, 40), st.integer
 
 
 @given(st.lists(ranges, max_size=20))
-def test_each_byte_belongs_to_who_entered_it_first(entries: list) -> None:
+def test_each_byte_belongs_to_who_entered_it_first(entries):
     ledger, oracle = MemoryLedger(), {}
     for owner, device, start, length in entries:
         ledger.own_range(owner, device, start, start + length)
@@ -25,7 +25,7 @@ def test_each_byte_belongs_to_who_entered_it_first(entries: list) -> None:
     assert ledger.total == len(oracle)
 
 
-def test_views_aliases_and_tied_weights_are_counted_once() -> None:
+def test_views_aliases_and_tied_weights_are_counted_once():
     weight, other = torch.zeros(10), torch.zeros(3)
     ledger = MemoryLedger()
     assert ledger.own(Owner.WEIGHTS, [weight, weight[2:5], weight.detach(), other]) == 52
@@ -39,7 +39,7 @@ def test_views_aliases_and_tied_weights_are_counted_once() -> None:
     }
 
 
-def test_w17_graphs_are_taken_off_once() -> None:
+def test_w17_graphs_are_taken_off_once():
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 300)
     ledger.state(Owner.KV_CACHE, 55)
@@ -48,14 +48,14 @@ def test_w17_graphs_are_taken_off_once() -> None:
     assert plan.kv_cache == 900 - 350 - 100
 
 
-def test_what_other_processes_use_is_left_to_them() -> None:
+def test_what_other_processes_use_is_left_to_them():
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 300)
     plan = plan_memory(Memory(used=300, free=500, other=200), ledger, graphs=0, utilization=0.9)
     assert (plan.total, plan.other, plan.kv_cache) == (1000, 500, 400)
 
 
-def test_a_device_that_is_too_small_leaves_nothing() -> None:
+def test_a_device_that_is_too_small_leaves_nothing():
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 2000)
     assert plan_memory(Memory(900, 100), ledger, 10, 0.9).kv_cache == 0

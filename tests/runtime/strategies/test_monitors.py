@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +53,7 @@ def late(x: Tensor) -> Tensor:
     return x * 2 + 1
 
 
-def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed: Any) -> None:
+def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed):
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
     compiled(torch.ones(2))
@@ -68,16 +67,14 @@ def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed: Any) 
 
 
 @pytest.mark.compile
-def test_an_inductor_compile_is_reported(
-    sealed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_inductor_compile_is_reported(sealed, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is cached there
     served = sealed()
     torch.compile(lambda x: x @ x)(torch.ones(2, 2))  # without generated C++
     assert kinds(served) == ["Dynamo trace", "Inductor compile"]
 
 
-def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
+def test_in_a_step_the_shape_is_reported(sealed):
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
     code = served.prepared._core.code
@@ -87,7 +84,7 @@ def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
 
-def test_raising_stops_the_compile_and_names_the_line(sealed: Any) -> None:
+def test_raising_stops_the_compile_and_names_the_line(sealed):
     served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*test_monitors.py") as caught:
@@ -98,7 +95,7 @@ def test_raising_stops_the_compile_and_names_the_line(sealed: Any) -> None:
     assert served.decode(3) == "FULL 8"
 
 
-def test_what_compiles_outside_of_steps_ends_no_server(sealed: Any) -> None:
+def test_what_compiles_outside_of_steps_ends_no_server(sealed):
     """An engine's helper that traces at its first use: it is counted and logged."""
     served = sealed("raise")
     torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
@@ -111,7 +108,7 @@ def test_what_compiles_outside_of_steps_ends_no_server(sealed: Any) -> None:
         served.check(Batch(11, 1))
 
 
-def test_counting_only_counts(sealed: Any) -> None:
+def test_counting_only_counts(sealed):
     served = sealed("count")
     torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == []
@@ -129,16 +126,14 @@ def autotune(name: str) -> None:
 @pytest.mark.parametrize(
     "span", ["CachingAutotuner.benchmark_all_configs", "mm_template_autotuning"]
 )
-def test_autotuning_is_reported(sealed: Any, span: str) -> None:
+def test_autotuning_is_reported(sealed, span):
     served = sealed()
     autotune(span)
     autotune("something_else")
     assert kinds(served) == ["autotuning"]
 
 
-def test_a_triton_compile_is_reported_also_to_earlier_listeners(
-    sealed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_triton_compile_is_reported_also_to_earlier_listeners(sealed, monkeypatch):
     triton = pytest.importorskip("triton")
     heard = []
     monkeypatch.setattr(
@@ -156,9 +151,7 @@ def test_a_triton_compile_is_reported_also_to_earlier_listeners(
 
 
 @pytest.mark.compile
-def test_a_kernel_compiled_by_triton_is_reported(
-    sealed: Any, monkeypatch: Any, tmp_path: Any
-) -> None:
+def test_a_kernel_compiled_by_triton_is_reported(sealed, monkeypatch, tmp_path):
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -174,7 +167,7 @@ def kernel(x):  # type: ignore[no-untyped-def]
     pass
 
 
-def test_failure_6_an_unplanned_capture_is_reported(sealed: Any) -> None:
+def test_failure_6_an_unplanned_capture_is_reported(sealed):
     served = sealed("raise")
     events, backend = served.prepared.events, served.backend
     with pytest.raises(WorkAfterSeal, match="unplanned capture"):
@@ -182,7 +175,7 @@ def test_failure_6_an_unplanned_capture_is_reported(sealed: Any) -> None:
             record(late, (torch.ones(2),), session, name="stray", breaks=False)
 
 
-def test_captures_of_the_strategy_are_planned(make: Any) -> None:
+def test_captures_of_the_strategy_are_planned(make):
     served = make(strategy="lazy", steps={"after_seal": "raise"})
     served.prepared.capture()
     served.prepared.seal()
@@ -190,14 +183,14 @@ def test_captures_of_the_strategy_are_planned(make: Any) -> None:
     served.prepared.close()
 
 
-def test_preparing_another_model_is_meant(sealed: Any) -> None:
+def test_preparing_another_model_is_meant(sealed):
     served = sealed("raise_all")
     with allow_compilation():
         torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == []
 
 
-def test_another_thread_is_not_this_models_business(sealed: Any) -> None:
+def test_another_thread_is_not_this_models_business(sealed):
     served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     thread = threading.Thread(target=lambda: compiled(torch.ones(2)))
@@ -206,7 +199,7 @@ def test_another_thread_is_not_this_models_business(sealed: Any) -> None:
     assert kinds(served) == []
 
 
-def test_release_stops_watching(sealed: Any) -> None:
+def test_release_stops_watching(sealed):
     served = sealed("raise_all")
     handlers = len(logging.getLogger(TRACE_LOGGER).handlers)
     served.prepared.seal()
@@ -217,7 +210,7 @@ def test_release_stops_watching(sealed: Any) -> None:
     assert kinds(served) == []
 
 
-def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_ahead_is_meant(sealed, monkeypatch):
     served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: bool(compiled(torch.ones(2)).any()))
@@ -239,7 +232,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(compilation=compilation, compile=compile_late)
 
 
-def test_models_may_be_sealed_and_released_in_any_order(triton: Any, sealed: Any) -> None:
+def test_models_may_be_sealed_and_released_in_any_order(triton, sealed):
     first, second = sealed(), sealed()
     first.prepared.release()
     triton.compile()
@@ -264,9 +257,7 @@ class StrayGraph:
         self.begun.append((pool, capture_error_mode))
 
 
-def test_failure_6_a_stray_cuda_graph_is_reported(
-    sealed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_6_a_stray_cuda_graph_is_reported(sealed, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StrayGraph)
     own, graph = StrayGraph.capture_begin, StrayGraph()
     logging, raising = sealed(), sealed("raise")
@@ -284,7 +275,7 @@ def test_failure_6_a_stray_cuda_graph_is_reported(
 
 
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
-def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make: Any, strategy: str) -> None:
+def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make, strategy):
     served = make((8,), steps={"after_seal": "raise"}, strategy=strategy)
     handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
     begin = ReplayBackend.begin

@@ -41,25 +41,25 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcom
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_equal_ranks_agree(outcomes: Callable[[str], Outcomes], size: int) -> None:
+def test_equal_ranks_agree(outcomes, size):
     results = [outcome["result"] for outcome in outcomes(f"agree-{size}-{size}").values()]
     assert results == [["agreed"]] * size
 
 
-def test_a_rank_with_another_plan_is_named_by_all(outcomes: Callable[[str], Outcomes]) -> None:
+def test_a_rank_with_another_plan_is_named_by_all(outcomes):
     for outcome in outcomes("disagree_on_sizes-4-2").values():
         assert outcome["error"] == "RanksDisagree"
         assert outcome["message"].startswith("rank 2 disagrees at 'start' on graph 0: rank 2: {")
         assert '"num_tokens": 2' in outcome["message"]
 
 
-def test_a_rank_with_another_attention_is_named_by_all(outcomes: Callable[[str], Outcomes]) -> None:
+def test_a_rank_with_another_attention_is_named_by_all(outcomes):
     for outcome in outcomes("disagree_on_attention-2-1").values():
         assert "rank 1 disagrees at 'start' on attention capabilities" in outcome["message"]
         assert '"NEVER"' in outcome["message"]
 
 
-def test_failure_35_a_late_rank_is_named(outcomes: Callable[[str], Outcomes]) -> None:
+def test_failure_35_a_late_rank_is_named(outcomes):
     """By the others, and by itself when it comes."""
     for outcome in outcomes("come_late-4-1").values():
         assert outcome["error"] == "RankLost"
@@ -67,9 +67,7 @@ def test_failure_35_a_late_rank_is_named(outcomes: Callable[[str], Outcomes]) ->
         assert "rank 1 is late: its process" in outcome["message"]
 
 
-def test_failure_35_a_killed_rank_is_named_and_a_restart_works(
-    outcomes: Callable[[str], Outcomes],
-) -> None:
+def test_failure_35_a_killed_rank_is_named_and_a_restart_works(outcomes):
     """The others stop one after another; none of them is taken for the lost one."""
     for outcome in outcomes("die-4-3").values():
         assert outcome["error"] == "RankLost"
@@ -78,24 +76,18 @@ def test_failure_35_a_killed_rank_is_named_and_a_restart_works(
     assert all(o["result"] == ["agreed"] for o in outcomes("agree-4-4").values())  # played after
 
 
-def test_failure_35_the_rank_that_hosts_the_store_is_named(
-    outcomes: Callable[[str], Outcomes],
-) -> None:
+def test_failure_35_the_rank_that_hosts_the_store_is_named(outcomes):
     (outcome,) = outcomes("die-2-0").values()
     assert outcome["message"].startswith("rank 0 did not respond")
     assert "the store of the process group cannot be reached" in outcome["message"]
 
 
-def test_failure_35_a_graph_that_one_rank_lacks_is_used_by_none(
-    outcomes: Callable[[str], Outcomes],
-) -> None:
+def test_failure_35_a_graph_that_one_rank_lacks_is_used_by_none(outcomes):
     results = [outcome["result"] for outcome in outcomes("one_cannot_capture-2-1").values()]
     assert results == [["4", "1"]] * 2
 
 
-def test_a_probe_that_fails_on_one_rank_fails_on_all(
-    outcomes: Callable[[str], Outcomes],
-) -> None:
+def test_a_probe_that_fails_on_one_rank_fails_on_all(outcomes):
     """Probes run collectives: ranks that probe different sizes would wait for each other."""
     results = [outcome["result"] for outcome in outcomes("one_cannot_probe-2-1").values()]
     assert results[0] == results[1]
@@ -105,25 +97,21 @@ def test_a_probe_that_fails_on_one_rank_fails_on_all(
     assert "(1, " not in forecast
 
 
-def test_failure_35_ranks_that_see_other_batches_are_named_with_the_step(
-    outcomes: Callable[[str], Outcomes],
-) -> None:
+def test_failure_35_ranks_that_see_other_batches_are_named_with_the_step(outcomes):
     for outcome in outcomes("one_sees_another_batch-4-3").values():
         assert outcome["error"] == "RanksDisagree"
         assert "rank 3 disagrees" in outcome["message"]
         assert "at step 1" in outcome["message"]
 
 
-def test_ranks_go_by_the_least_memory(outcomes: Callable[[str], Outcomes]) -> None:
+def test_ranks_go_by_the_least_memory(outcomes):
     results = [outcome["result"] for outcome in outcomes("limits_differ-2-1").values()]
     assert results[0] == results[1]
     assert len(results[0]) == 1
 
 
 @pytest.mark.parametrize("scene", ["2-1", "4-2"])
-def test_failure_35_a_capture_that_fails_beside_a_collective(
-    outcomes: Callable[[str], Outcomes], scene: str
-) -> None:
+def test_failure_35_a_capture_that_fails_beside_a_collective(outcomes, scene):
     """No rank waits inside the collective, and all name the one that failed."""
     for outcome in outcomes(f"one_fails_beside_a_collective-{scene}").values():
         reason, *modes = outcome["result"]
@@ -132,9 +120,7 @@ def test_failure_35_a_capture_that_fails_beside_a_collective(
 
 
 @pytest.mark.parametrize("scene", ["2-1", "4-2"])
-def test_a_step_that_is_wrong_on_one_rank_leaves_service_on_all(
-    outcomes: Callable[[str], Outcomes], scene: str
-) -> None:
+def test_a_step_that_is_wrong_on_one_rank_leaves_service_on_all(outcomes, scene):
     """At the same step, with the right rows on the rank that is wrong; later steps are proved."""
     for outcome in outcomes(f"one_is_wrong-{scene}").values():
         *modes, proved, stopped, took_out = outcome["result"]

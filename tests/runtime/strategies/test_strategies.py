@@ -28,7 +28,7 @@ EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
 
 
-def test_eager_captures_everything_piecewise_before_full_largest_first(make: Any) -> None:
+def test_eager_captures_everything_piecewise_before_full_largest_first(make):
     served = make(strategy="eager")
     served.prepared.capture()
     assert served.captures == EVERYTHING
@@ -38,13 +38,13 @@ def test_eager_captures_everything_piecewise_before_full_largest_first(make: Any
 
 
 @pytest.mark.parametrize("strategy", ["delayed", "lazy"])
-def test_at_startup_only_the_largest_of_each_mode(make: Any, strategy: str) -> None:
+def test_at_startup_only_the_largest_of_each_mode(make, strategy):
     served = make(strategy=strategy)
     served.prepared.capture()
     assert served.captures == ["PIECEWISE 8", "FULL 8"]
 
 
-def test_delayed_takes_the_current_size_first_then_the_next_largest(make: Any) -> None:
+def test_delayed_takes_the_current_size_first_then_the_next_largest(make):
     served = make(strategy="delayed")
     served.prepared.capture()
     assert [served.decode(n) for n in (1, 1, 8, 2, 8, 8)] == [
@@ -60,7 +60,7 @@ def test_delayed_takes_the_current_size_first_then_the_next_largest(make: Any) -
     ]  # fmt: skip
 
 
-def test_delayed_is_sealed_when_everything_is_there(make: Any) -> None:
+def test_delayed_is_sealed_when_everything_is_there(make):
     served = make(strategy={"kind": "delayed", "captures_per_step": 3})
     served.prepared.capture()
     served.decode(8)
@@ -72,7 +72,7 @@ def test_delayed_is_sealed_when_everything_is_there(make: Any) -> None:
         served.prepared.capture()
 
 
-def test_lazy_takes_only_what_occurs(make: Any) -> None:
+def test_lazy_takes_only_what_occurs(make):
     served = make(strategy="lazy")
     served.prepared.capture()
     served.prepared.seal()
@@ -80,7 +80,7 @@ def test_lazy_takes_only_what_occurs(make: Any) -> None:
     assert served.captures[2:] == ["FULL 2"]
 
 
-def test_the_padded_size_decides_not_the_raw_one(make: Any) -> None:
+def test_the_padded_size_decides_not_the_raw_one(make):
     served = make(strategy="lazy")
     served.prepared.capture()
     assert [served.decode(n) for n in (5, 3, 4, 3)] == ["FULL 8", "FULL 4", "FULL 4", "FULL 4"]
@@ -89,7 +89,7 @@ def test_the_padded_size_decides_not_the_raw_one(make: Any) -> None:
 
 
 @pytest.mark.parametrize("per_step", [1, 2, 5])
-def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
+def test_the_budget_bounds_captures_per_step(make, per_step):
     served = make(strategy={"kind": "delayed", "captures_per_step": per_step})
     served.prepared.capture()
     before = len(served.captures)
@@ -97,7 +97,7 @@ def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
     assert len(served.captures) - before == per_step
 
 
-def test_idle_milliseconds_go_by_what_captures_took(make: Any) -> None:
+def test_idle_milliseconds_go_by_what_captures_took(make):
     moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
     served = make(strategy="delayed")
     served.prepared.parts.strategies.capturer.captures.captures.clock = lambda: next(moments)
@@ -110,7 +110,7 @@ def test_idle_milliseconds_go_by_what_captures_took(make: Any) -> None:
     assert served.prepared.parts.strategies.idle(21) == 1
 
 
-def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode() -> None:
+def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode():
     plan = make_plan(GraphMode.FULL, (1, 5, 6, 100), max_num_reqs=100)
     captures: Any = SimpleNamespace(plan=plan)
     counted = CountedCaptures(captures, CaptureQueue(CaptureStrategy.LAZY, plan))
@@ -120,7 +120,7 @@ def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode() -> None:
     assert [counted.estimate(index) for index in range(4)] == [20, 20, 10, 10]
 
 
-def test_an_eager_queue_has_nothing_between_steps() -> None:
+def test_an_eager_queue_has_nothing_between_steps():
     plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
     queues = {s: CaptureQueue(s, plan) for s in CaptureStrategy}
     assert {s: list(queue.between_steps(0)) for s, queue in queues.items()} == {
@@ -128,7 +128,7 @@ def test_an_eager_queue_has_nothing_between_steps() -> None:
     }  # fmt: skip
 
 
-def test_old_hits_fade() -> None:
+def test_old_hits_fade():
     plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
     queue = CaptureQueue(CaptureStrategy.LAZY, plan)
     for _ in range(FADE_STEPS - 1):
@@ -138,7 +138,7 @@ def test_old_hits_fade() -> None:
     assert queue.states[0].hits == (FADE_STEPS - 1) // 2
 
 
-def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
+def test_idle_time_is_used_up_to_its_budget(make):
     served = make(strategy="delayed")
     served.prepared.capture()
     assert served.prepared.parts.strategies.idle(1e6) == 6
@@ -146,7 +146,7 @@ def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
     assert served.prepared.parts.strategies.idle(1e6) == 0
 
 
-def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make: Any) -> None:
+def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make):
     failing = {"failing_captures": {4, 5, 6}}  # the first capture of each size that is wanted
     served = make(strategy="lazy", options=failing)
     served.prepared.capture()
@@ -159,7 +159,7 @@ def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make: Any) -> None:
     assert served.captures[2:] == ["FULL 2", "FULL 1", "FULL 4"]
 
 
-def test_idle_time_captures_nothing_more_under_eager(make: Any) -> None:
+def test_idle_time_captures_nothing_more_under_eager(make):
     served = make(strategy="eager")
     served.prepared.capture()
     assert served.prepared.parts.strategies.idle(1e6) == 0
@@ -177,7 +177,7 @@ def test_a_failed_capture_is_remembered_and_not_retried_at_once(make: Any) -> No
     assert failure["retry_at_step"] == 1 + RETRY_STEPS
 
 
-def test_what_keeps_failing_is_given_up(make: Any) -> None:
+def test_what_keeps_failing_is_given_up(make):
     always = {"failing_captures": frozenset(range(4, 1000))}
     served = make((1, 8), strategy="lazy", options=always)
     served.prepared.capture()
@@ -188,9 +188,7 @@ def test_what_keeps_failing_is_given_up(make: Any) -> None:
     assert served.decode(1) == "FULL 8"
 
 
-def test_no_garbage_collection_for_a_lazy_capture(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_garbage_collection_for_a_lazy_capture(make, monkeypatch):
     served = make(strategy="lazy")
     served.prepared.capture()
     collections: list[Any] = []
@@ -205,7 +203,7 @@ def test_no_garbage_collection_for_a_lazy_capture(
     assert prepared == []
 
 
-def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
+def test_capturing_leaves_the_random_state_alone(make):
     served = make(strategy="lazy")
     noise = served.prepared._core.steps.code.call
     served.prepared._core.steps.code.call = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
@@ -216,7 +214,7 @@ def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_after_release_a_startup_brings_the_same_graphs_back(make: Any) -> None:
+def test_after_release_a_startup_brings_the_same_graphs_back(make):
     served = make(strategy="lazy")
     served.prepared.capture()
     served.decode(2)
@@ -234,9 +232,7 @@ def test_after_release_a_startup_brings_the_same_graphs_back(make: Any) -> None:
     st.frozensets(st.integers(1, 30), max_size=6),
     st.lists(st.tuples(st.booleans(), st.integers(1, 10)), max_size=12),
 )
-def test_every_step_is_right_under_every_strategy(
-    make: Any, strategy: str, per_step: int, failing: Any, batches: Any
-) -> None:
+def test_every_step_is_right_under_every_strategy(make, strategy, per_step, failing, batches):
     own = "eager" if strategy == "eager" else STRATEGIES[strategy](captures_per_step=per_step)
     served = make(
         strategy=own,
@@ -251,7 +247,7 @@ def test_every_step_is_right_under_every_strategy(
     served.prepared.close()
 
 
-def test_after_release_nothing_is_remembered_of_earlier_captures(make: Any) -> None:
+def test_after_release_nothing_is_remembered_of_earlier_captures(make):
     served = make((2, 8), strategy="delayed")
     for _ in range(2):
         served.prepared.capture()
@@ -260,9 +256,7 @@ def test_after_release_nothing_is_remembered_of_earlier_captures(make: Any) -> N
     assert served.told("capture.refused") == ["PIECEWISE 2"] * 2
 
 
-def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(make, monkeypatch):
     served = make((2, 4, 8), strategy="lazy")
     served.prepared.capture()
     for n in (8, 2, 9) * 3:
@@ -277,7 +271,7 @@ def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(
     assert asked == []
 
 
-def test_steps_that_do_not_ask_the_strategy_count_as_uses(make: Any) -> None:
+def test_steps_that_do_not_ask_the_strategy_count_as_uses(make):
     served = make((1, 2, 4, 8), strategy="lazy")
     served.prepared.capture()
     for n in (2, 2, 2, 2, 1):
@@ -286,7 +280,7 @@ def test_steps_that_do_not_ask_the_strategy_count_as_uses(make: Any) -> None:
     assert served.prepared.parts.strategies.capturer.queue.step == 5
 
 
-def test_a_batch_that_is_not_valid_captures_nothing(make: Any) -> None:
+def test_a_batch_that_is_not_valid_captures_nothing(make):
     served = make((1, 2, 4, 8), strategy="lazy")
     served.prepared.capture()
     for num_reqs in (-1, 3):

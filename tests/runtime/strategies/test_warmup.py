@@ -20,7 +20,7 @@ def task(done: list[Any], *shapes: Any) -> AuxiliaryTask:
     return AuxiliaryTask("sampler", shapes, "it follows each step", done.append)
 
 
-def test_the_plan_runs_in_order_with_progress(make: Any) -> None:
+def test_the_plan_runs_in_order_with_progress(make):
     served = make((2, 8), strategy="eager", options={"limit": 10**6})
     done: list[Any] = []
     lines: list[str] = []
@@ -53,7 +53,7 @@ def test_the_plan_runs_in_order_with_progress(make: Any) -> None:
     assert done == [1, 4]
 
 
-def test_memory_that_an_item_gives_back_is_shown_as_released(make: Any) -> None:
+def test_memory_that_an_item_gives_back_is_shown_as_released(make):
     served = make((8,), strategy="eager", options={"graph_bytes": 1000})
     lines: list[str] = []
     free = AuxiliaryTask("release", [1], "a test", lambda _: served.prepared.release())
@@ -63,7 +63,7 @@ def test_memory_that_an_item_gives_back_is_shown_as_released(make: Any) -> None:
     assert lines[-1].endswith(f"{last['released']} bytes released")
 
 
-def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
+def test_what_is_skipped_is_said_with_its_cost(make):
     served = make((2, 8), strategy="eager")
     done: list[Any] = []
     other, empty = AuxiliaryTask("other", [2], "", done.append), AuxiliaryTask("e", [], "", print)
@@ -78,7 +78,7 @@ def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
     assert served.decode(2) == "NONE 2"
 
 
-def test_every_range_is_run_without_a_graph(make: Any) -> None:
+def test_every_range_is_run_without_a_graph(make):
     served = make((8,), strategy="lazy")
     sizes, stitched = [], served.prepared._core.steps.code.call
     served.prepared._core.steps.code.call = lambda *inputs: (
@@ -89,7 +89,7 @@ def test_every_range_is_run_without_a_graph(make: Any) -> None:
     assert sizes == [2048] * 3 + [1]  # the first batch runs twice more, see `first_use`
 
 
-def test_the_random_state_is_as_before(make: Any) -> None:
+def test_the_random_state_is_as_before(make):
     served = make((8,), strategy="eager")
     stitched = served.prepared._core.steps.code.call
     served.prepared._core.steps.code.call = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
@@ -100,7 +100,7 @@ def test_the_random_state_is_as_before(make: Any) -> None:
     assert served.decode(3) == "FULL 8"
 
 
-def test_a_failing_task_is_the_engines_own_error(make: Any) -> None:
+def test_a_failing_task_is_the_engines_own_error(make):
     served = make((8,), strategy="eager")
 
     def broken(shape: int) -> None:
@@ -111,7 +111,7 @@ def test_a_failing_task_is_the_engines_own_error(make: Any) -> None:
     assert served.decode(3) == "FULL 8"
 
 
-def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None:
+def test_the_memory_plan_is_known_before_anything_is_captured(make):
     total = 1_000_000
     served = make((1, 2, 4, 8), strategy="eager", options={"graph_bytes": 1000, "limit": total})
     foreseen = served.prepared.parts.strategies.memory_plan(0.5)
@@ -128,7 +128,7 @@ def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None
     assert pools["graph pool PIECEWISE"] + pools["graph pool FULL"] == served.used
 
 
-def test_dropped_sizes_do_not_count_in_the_plan(make: Any) -> None:
+def test_dropped_sizes_do_not_count_in_the_plan(make):
     limited = make(
         (1, 2, 4, 8), steps={"memory_limit": 5000}, options={"graph_bytes": 1000, "limit": 10**6}
     )
@@ -152,9 +152,7 @@ def needing_metadata(make: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps": {"memory_limit": 10**5}}])
-def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
-    make: Any, settings: dict[str, Any]
-) -> None:
+def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(make, settings):
     served = needing_metadata(make, **settings)
     assert served.prepared.parts.strategies.memory_plan().graphs == 0
     assert served.prepared.parts.strategies.memory_plan(metadata_for=with_metadata).graphs > 0
@@ -164,7 +162,7 @@ def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
     assert served.captures == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
 
 
-def test_metadata_given_once_holds_for_later_captures(make: Any) -> None:
+def test_metadata_given_once_holds_for_later_captures(make):
     served = needing_metadata(make, strategy="lazy")
     served.prepared.warm_up(with_metadata)
     assert served.prepared.parts.strategies.memory_plan().graphs > 0
@@ -172,7 +170,7 @@ def test_metadata_given_once_holds_for_later_captures(make: Any) -> None:
     assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"]
 
 
-def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
+def test_a_plan_and_a_capture_probe_once(make):
     served = make(
         (1, 2, 4, 8), steps={"memory_limit": 10**5}, options={"graph_bytes": 1000, "limit": 10**6}
     )
@@ -184,14 +182,14 @@ def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
 
 
 @pytest.mark.parametrize("skip", ["ranges", "captures"])
-def test_an_unknown_kind_to_skip_is_refused(make: Any, skip: str) -> None:
+def test_an_unknown_kind_to_skip_is_refused(make, skip):
     served = make((8,))
     with pytest.raises(InvalidSetting, match="Choose one of range, capture"):
         served.prepared.warm_up(skip=[skip])
     assert served.captures == []
 
 
-def test_released_pools_take_nothing_in_the_ledger(make: Any) -> None:
+def test_released_pools_take_nothing_in_the_ledger(make):
     served = make((8,), options={"graph_bytes": 1000})
     served.prepared.capture()
     served.prepared.parts.strategies.memory_plan()
