@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from ..compile.conditions.outcomes import outcomes
 from ..compile.starts import use_text_compiler
-from . import conditions, decisions, exchanges, models, runs
+from . import decisions, exchanges, models, runs
 
 HERE = Path(__file__).parent
 SHOWN = 5
@@ -52,12 +53,7 @@ def of_models() -> dict[str, str]:
 
 def of_conditions() -> dict[str, str]:
     """A line for each case of the condition suite. A minute or two."""
-    return {"conditions.txt": _lines(conditions.outcomes())}
-
-
-def of_sample() -> dict[str, str]:
-    """The lines of some of these cases. Is recorded with all."""
-    return {"sample": _lines(conditions.outcomes(conditions.SAMPLE))}
+    return {"conditions.txt": "\n".join(outcomes()) + "\n"}
 
 
 def of_runs() -> dict[str, str]:
@@ -91,17 +87,13 @@ GOLDENS: dict[str, Callable[[], dict[str, str]]] = {
 
 def goldens(names: list[str]) -> dict[str, str]:
     """The text of each file of these names."""
-    makers = dict.fromkeys(of_sample if name == "sample" else GOLDENS[name] for name in names)
+    makers = dict.fromkeys(GOLDENS[name] for name in names)
     made = {name: text for maker in makers for name, text in maker().items()}
     return {name: made[name] for name in names}
 
 
 def _json(golden: dict[str, Any]) -> str:
     return json.dumps(golden, indent=1) + "\n"
-
-
-def _lines(lines: list[str]) -> str:
-    return "\n".join(lines) + "\n"
 
 
 def _narrow(value: Any, before: str = "", after: str = "", indent: int = 0) -> list[str]:
