@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.signing import SigningKey, TrustedKeys
 from piecegraph.errors import EntryUnusable
@@ -103,11 +103,9 @@ def test_a_mounted_image_is_a_layer(image, entries, tmp_path, trusted):
     cache = Cache(tmp_path / "own", Events(), shared=[mounted])
     for entry in entries:
         found = cache.lookup(entry.manifest.kind, entry.key)
-        assert isinstance(found, Entry)
         assert (found.digest, found.layer) == (entry.digest, mounted.name)
     nobody = DirectoryLayer(mounted.root, TrustedKeys({}).refuses)
     refused = Cache(None, Events(), shared=[nobody]).lookup("bundle", entries[1].key)
-    assert isinstance(refused, Miss)
     assert refused.reason == "untrusted"
 
 
@@ -212,7 +210,6 @@ def test_skopeo_umoci_and_a_registry_take_the_image(entries, root, tmp_path, reg
     output("umoci", "unpack", "--rootless", "--image", f"{copy}:latest", str(bundle))
     mounted = DirectoryLayer(bundle / "rootfs" / ROOT)
     found = Cache(tmp_path / "own", Events(), shared=[mounted]).lookup("bundle", entries[1].key)
-    assert isinstance(found, Entry)
     assert found.contents == entries[1].contents
 
 

@@ -49,7 +49,6 @@ def test_shared_directory_is_read_through(root, image, key):
     events = Events()
     cache = Cache(root, events, shared=[DirectoryLayer(image, trust_all)])
     found = cache.lookup("artifact", key)
-    assert isinstance(found, Entry)
     assert found.contents == BLOBS
     assert cache.path(found, "kernel.so").is_relative_to(root), "others could swap the shared file"
     shutil.rmtree(image)
@@ -71,7 +70,6 @@ def test_shared_directory_is_never_written(root, image, key):
     before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert missed.reason == "damaged"
     cache.publish("artifact", Key.of("codegen", {}), {}, BLOBS)
     assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
@@ -87,7 +85,6 @@ def test_damaged_private_entry_is_repaired_from_the_next_layer(root, image, key)
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     for layer in (f"shared:{image}", "private"):
         found = cache.lookup("artifact", key)
-        assert isinstance(found, Entry)
         assert found.layer == layer
 
 
@@ -97,7 +94,6 @@ def test_first_reason_other_than_absent_is_returned(root, image, key):
     shutil.rmtree(image / ENTRY_AREA)
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert (missed.reason, missed.layer) == ("damaged", "private")
 
 
@@ -107,7 +103,6 @@ def test_first_layer_with_the_entry_is_used(root, tmp_path, key):
         Cache(tmp_path / name, Events()).publish("artifact", key, {}, {"x": name.encode()})
         shared.append(DirectoryLayer(tmp_path / name, trust_all))
     found = Cache(root, Events(), shared=shared).lookup("artifact", key)
-    assert isinstance(found, Entry)
     assert found.contents == {"x": b"first"}
 
 
@@ -120,7 +115,6 @@ def test_untrusted_entry_is_a_miss_and_is_not_copied(root, image, key, trusted):
 
 def test_pinned_entry_is_trusted(root, image, key):
     entry = Cache(image, Events()).lookup("artifact", key)
-    assert isinstance(entry, Entry)
     trusting = Cache(root, Events(), shared=[DirectoryLayer(image, pinned({entry.digest}))])
     assert isinstance(trusting.lookup("artifact", key), Entry)
 
@@ -131,7 +125,6 @@ def test_links_in_a_shared_directory_are_not_followed(root, image, tmp_path, key
     manifest.symlink_to(tmp_path / "elsewhere")
     cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert "symbolic link" in missed.detail
     assert manifest.is_symlink(), "a shared layer is not put into quarantine"
 
@@ -144,7 +137,6 @@ def test_remote_is_written_back_signed_and_read_through(url, tmp_path, key, sign
     other = Cache(tmp_path / "two", Events(), shared=[RemoteLayer(url, trust)])
     for layer in (f"remote:{url}", "private"):
         found = other.lookup("artifact", key)
-        assert isinstance(found, Entry)
         assert (found.contents, found.meta, found.layer) == (BLOBS, META, layer)
 
 
@@ -171,7 +163,6 @@ def test_empty_blob_and_equal_blobs_in_a_remote(url, key):
     cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     cache.publish("artifact", key, {}, blobs)
     found = cache.lookup("artifact", key)
-    assert isinstance(found, Entry)
     assert found.contents == blobs
 
 
@@ -182,7 +173,6 @@ def test_damaged_remote_is_a_miss_and_a_write_back_repairs_it(url, key, content)
     files, base = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{base}/{blob_name(entry.manifest.blobs['code.py'].sha256)}", content)
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert missed.reason == "damaged"
     cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
@@ -259,7 +249,6 @@ def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(url, ro
     counting.failure = failure
     cache = Cache(root, events, shared=[remote])
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert missed.reason == "unreadable"
     entry = cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
@@ -312,7 +301,6 @@ def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, l
 def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url, key):
     remote, released, paths = hanging(url, request=0.05)
     missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert (missed.reason, len(paths)) == ("unreadable", 1)
     assert "no answer within 0.05 s" in missed.detail
     released.set()
@@ -359,7 +347,6 @@ def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key):
     finally:
         server.shutdown()
         server.server_close()
-    assert isinstance(missed, Miss)
     assert missed.reason == "damaged"
     assert Endless.sent < 64
 
@@ -387,7 +374,6 @@ def test_private_hit_fills_a_remote_that_lacks_the_entry(url, root, key, signer,
     cache = Cache(root, Events(), shared=[remote])
     for _ in range(2):
         found = cache.lookup("artifact", key)
-        assert isinstance(found, Entry)
         assert found.layer == "private"
     reader = Cache(None, Events(), shared=[RemoteLayer(url, trusted.refuses)])
     assert isinstance(reader.lookup("artifact", key), Entry)
@@ -412,7 +398,6 @@ def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(url, root, tm
     remote.remove(blob_name(lost.sha256))
     new = Cache(None, Events(), shared=[RemoteLayer(url, trust_all)])
     missed = new.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert missed.reason == "incomplete"
     again = RemoteLayer(url, trust_all, write_back=True)
     assert isinstance(Cache(root, Events(), shared=[again]).lookup("artifact", key), Entry)

@@ -153,7 +153,6 @@ def test_attack_on_a_signed_layer_is_refused(layer, key, trusted, attack, reason
     assert isinstance(looked_up(layer, key, trusted), Entry)
     attack(layer, key)
     missed = looked_up(layer, key, trusted)
-    assert isinstance(missed, Miss)
     assert reason in f"{missed.reason}: {missed.detail}"
 
 
@@ -178,7 +177,6 @@ def test_key_that_is_withdrawn_refuses_what_it_has_signed(
     assert isinstance(looked_up(layer, key, TrustedKeys({public.id: valid_for_now})), Entry)
     file.write_text("\n".join([*lines, revoked.format(id=public.id, value=public.value)]))
     missed = looked_up(layer, key, read_trusted_keys(file))
-    assert isinstance(missed, Miss)
     assert reason in missed.detail
 
 
@@ -188,7 +186,6 @@ def test_revocation_reaches_copies_in_private_directories(layer, key, trusted, r
     revoking = TrustedKeys(trusted.keys, frozenset({signer.public.id}))
     cache = Cache(private_directory(root, trust=revoking.revokes), Events())
     missed = cache.lookup("artifact", key)
-    assert isinstance(missed, Miss)
     assert missed.detail == f"key {signer.public.id} is revoked"
     cache.publish("artifact", key, META, BLOBS)  # compiled here: unsigned, and trusted
     assert isinstance(cache.lookup("artifact", key), Entry)
@@ -221,14 +218,12 @@ def test_keys_are_written_and_read(tmp_path, monkeypatch):
     assert signing_key() == key
     assert key.private not in repr(key)
     only_own = trusted_keys(key)
-    assert only_own is not None
     assert only_own.keys == {key.public.id: key.public}
     assert read_trusted_keys(tmp_path / "ci.key.pub") == only_own
     other = SigningKey.new().public
     (tmp_path / "all").write_text(f"{key.public.line()}\n{other.line()}")
     monkeypatch.setenv(TRUSTED_KEYS_FILE, str(tmp_path / "all"))
     both = trusted_keys(key)
-    assert both is not None
     assert both.keys.keys() == {key.public.id, other.id}
 
 
@@ -293,5 +288,4 @@ def test_key_file_of_a_directory_that_others_can_write_to_is_refused(tmp_path):
 
 def test_signature_is_no_part_of_what_identifies_an_entry(layer, key, trusted):
     found = looked_up(layer, key, trusted)
-    assert isinstance(found, Entry)
     assert json.loads(found.manifest.line()).keys() & {"signature", "epoch"} == set()

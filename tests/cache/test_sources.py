@@ -79,7 +79,6 @@ def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.M
     path.parent.mkdir()
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)

@@ -36,7 +36,6 @@ OPS.impl("no_fake", torch.clone, "CPU")
 
 
 def place(error: CompileError) -> tuple[str, int]:
-    assert error.where is not None
     file, _, line = error.where.partition(" in ")[0].rpartition(":")
     return file, int(line)
 

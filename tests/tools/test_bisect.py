@@ -54,7 +54,6 @@ def found():
 
     def find(it, **options):
         finding = bisect(it, **options)
-        assert finding is not None
         return finding, finding.line()
 
     return find

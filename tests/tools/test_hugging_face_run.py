@@ -93,7 +93,6 @@ def test_a_file_is_read_and_a_difference_is_found(tmp_path):
     assert compare_with_generate(model, [request]).difference is None
     request.tokens[4] = (request.tokens[4] + 1) % 96
     found = compare_with_generate(model, [request]).difference
-    assert found is not None
     assert found.startswith("token 1 of request 0")
 
 

@@ -40,7 +40,6 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 def inlined() -> Inlined:
     with dynamo_tracing("backed"):
         captured = capture_full_graph(Model(), (torch.zeros(2),), {})
-    assert captured is not None
     return captured.inlined
 
 

@@ -77,7 +77,6 @@ def test_report_names_the_condition_and_the_line(form, tmp_path, monkeypatch):
     default = ", stream=STREAM" if form == "default" else ""
     file.write_text(SOURCE.format(before=before, result=result, default=default))
     spec = importlib.util.spec_from_file_location("case", file)
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "case", module)

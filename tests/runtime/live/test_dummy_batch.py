@@ -215,7 +215,6 @@ def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index():
     x, slots = torch.ones(600, 2), torch.tensor([1000])
     for inputs, expected in (([x], [*range(600)]), ([x, slots], [*range(512), 1000])):
         ((_, rows, _),) = SavedMemory([blocks], inputs).contents()
-        assert rows is not None
         assert rows.tolist() == expected
 
 
