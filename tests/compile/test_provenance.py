@@ -109,70 +109,6 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bundles")
 
 
-def _set(path: str, value: Any) -> Callable[[Checkout, Any, pytest.MonkeyPatch], None]:
-    """A change of `helpers.…`, `module.…` or `model.…`."""
-
-    def change(checkout: Checkout, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        roots = {"helpers": checkout.helpers, "module": checkout.model_module, "model": model}
-        first, *middle, last = path.split(".")
-        target = roots[first]
-        for name in middle:
-            target = getattr(target, name)
-        setattr(target, last, value)
-
-    return change
-
-
-def _other_helper(x: Any) -> Any:
-    return x * 7
-
-
-CHANGES: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
-    "attribute of a module": _set("model.eps", 0.75),
-    "field of a configuration object with slots": _set("model.settings.bias", 9.0),
-    "attribute below the depth that keys look at": (
-        lambda c, model, m: model.deep[0][0][0][0][0][0][0].__setitem__(0, 8.0)
-    ),
-    "closure of a function attribute": (
-        lambda c, model, m: setattr(model.act.__closure__[0], "cell_contents", 4.0)
-    ),
-    "class attribute": _set("module.Served.factor", 4.0),
-    "global of the model's module": _set("module.LOCAL", 6.0),
-    "global constant of another module": _set("helpers.SCALE", 3.0),
-    "global flag of another module": _set("helpers.FLAG", False),
-    "field of a global object": _set("helpers.SETTINGS.bias", 1.0),
-    "item of a global dict": lambda c, model, m: c.helpers.TABLE.update(gain=2.0),
-    "function in the place of a helper": _set("module.helper", _other_helper),
-    "method in the place of a forward": lambda c, model, m: setattr(
-        c.model_module.Served, "forward", lambda self, x: self.linear(x)
-    ),
-    "forward hook": lambda c, model, m: model.linear.register_forward_hook(lambda m, i, o: o * 2),
-    "shape of a buffer": _set("model.shift", torch.zeros(3, 8)[:, None]),
-    "dtype of a weight": lambda c, model, m: model.double(),
-    "variable of torch's": lambda c, model, m: m.setenv("TORCHINDUCTOR_FOO", "1"),
-    "variable of Triton's": lambda c, model, m: m.setenv("TRITON_FOO", "1"),
-    "variable of ours": lambda c, model, m: m.setenv("PIECEGRAPH_FOO", "1"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_failure_of_stale_code_is_a_miss(name, checkout, bundles, monkeypatch):
-    before = checkout.model()
-    root = bundles / "changes"
-    start(before, root)
-    assert start(checkout.model(), root).hit
-    changed = checkout.model()
-    CHANGES[name](checkout, changed, monkeypatch)
-    if name in ("shape of a buffer", "dtype of a weight"):
-        assert start(before, root).key != trace_key_of(changed)
-        return
-    after = start(changed, root)
-    assert not after.hit
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(after(x), changed(x))
-
-
 def trace_key_of(model: torch.nn.Module) -> Any:
     from piecegraph.compile.bundle.key_factors import trace_key
     from piecegraph.config import Config, compile_config
@@ -182,32 +118,6 @@ def trace_key_of(model: torch.nn.Module) -> Any:
 
     config = compile_config(Config(compiler="text", max_num_tokens=64, inputs=X))
     return trace_key(model, config, CPU)
-
-
-UNREAD: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
-    "item of a global dict that is not read": lambda c, model, m: c.helpers.TABLE.update(unread=1),
-    "field of a global object that is not read": _set("helpers.SETTINGS.unread", 1.0),
-    "list that grows while the program runs": lambda c, model, m: c.helpers.CALLS.append(1),
-    "home directory": lambda c, model, m: m.setenv("HOME", "/elsewhere"),
-    "path of torch's": lambda c, model, m: m.setenv("TORCH_HOME", "/elsewhere"),
-    "torch's log": lambda c, model, m: m.setenv("TORCH_LOGS", "+dynamo"),
-    "allocator": lambda c, model, m: m.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
-    "training mode, which no layer looks at": lambda c, model, m: model.train(not model.training),
-    "values of weights": lambda c, model, m: torch.nn.init.ones_(model.linear.weight),
-}
-
-
-@pytest.mark.parametrize("name", UNREAD)
-def test_what_is_not_baked_in_changes_nothing(name, checkout, bundles, monkeypatch):
-    root = bundles / "unread"
-    start(checkout.model(), root)
-    changed = checkout.model()
-    UNREAD[name](checkout, changed, monkeypatch)
-    after = start(changed, root)
-    assert after.hit, after.reason
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(after(x), changed(x))
 
 
 @pytest.mark.parametrize(
