@@ -7,7 +7,7 @@ import math
 
 import pytest
 import sympy
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Min, Mod
 
@@ -54,7 +54,6 @@ def failures(guard, ranges) -> list[dict[str, int]]:
     return [{str(s): n for s, n in p.items() if s in guard.free_symbols} for p in wrong]
 
 
-@settings(max_examples=60)
 @given(GUARDS, RANGES, RANGES)
 def test_proof_says_what_trying_every_size_says(guard, tokens, patches):
     ranges = {T: tokens, P: patches}
@@ -66,7 +65,6 @@ def test_proof_says_what_trying_every_size_says(guard, tokens, patches):
     assert bool(proof.failing) is (bool(wrong) and proof.method == "trial")
 
 
-@settings(max_examples=60)
 @given(SIZES, RANGES, RANGES)
 def test_python_text_computes_the_expression(expression, tokens, patches):
     point = {"num_tokens": tokens[1], "num_patches": patches[1]}

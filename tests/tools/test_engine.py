@@ -40,7 +40,7 @@ def assert_greedy(model, request):
         assert scores[request.tokens[place]] >= scores.max() - 1e-4
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=6),
     st.integers(9, 40),

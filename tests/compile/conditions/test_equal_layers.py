@@ -66,10 +66,8 @@ def test_a_layer_that_compares_a_size_with_its_number_is_copied():
 
 
 EACH_TIME = (
-    *("changed: a hook", "changed: the name", "the last of a list", "in a global list"),
-    *("the end of the name", "autocast for one layer", "the shape depends on the name"),
-    *("a list that is a global one", "a part that the model reads before"),
-    *("a float that is one object", "a float that is a global one"),
+    *("changed: a hook", "the end of the name", "autocast for one layer"),
+    *("in a global list", "a float that is one object"),
 )
 
 

@@ -128,7 +128,7 @@ class Model(torch.nn.Module):
         return x * self.read(self.root)
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("examples", [6, pytest.param(300, marks=pytest.mark.heavy)])
 def test_one_changed_leaf_never_gives_the_old_result(examples, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     x = torch.ones(3, 8)

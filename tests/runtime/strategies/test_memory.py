@@ -137,7 +137,7 @@ def make_all(make: Any) -> Any:
     return served
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.integers(0, 3000),
@@ -270,7 +270,7 @@ def test_startup_recordings_are_never_evicted(make):
     assert served.decode(2) == "FULL 64"
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
 def test_eviction_from_the_shared_pool_changes_no_result(make, graphs, batches):
     served = lazily(make, graphs)

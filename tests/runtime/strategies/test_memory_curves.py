@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode, RuntimeMode
@@ -186,7 +186,6 @@ def most_graphs(own: Curve, working: Curve, limit: int, mode: GraphMode) -> int:
 cost = st.integers(0, 2**32).map(lambda seed: random.Random(seed).choices(range(3001), k=65))
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     cost,
     cost,

@@ -225,7 +225,7 @@ def test_after_release_a_startup_brings_the_same_graphs_back(make):
     assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"] * 2
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.integers(1, 3),
