@@ -19,7 +19,24 @@ UNDER_INDUCTOR = "the second of two passes is wrong"
 """The fault that is planted under Inductor in every run of the tests."""
 
 
-@pytest.mark.parametrize("fault", [f for f in FAULTS if not f.compiler], ids=lambda f: f.what)
+OF_A_KIND = (
+    *("rows mix; split at a pattern", "rows mix; split by a predicate"),
+    *("the sum of all rows is taken off", "a LAZY capture writes live state"),
+    *("a FULL graph froze a value in a dict", "a FULL graph froze a host value"),
+    *("a global changed", "a cancellation in bfloat16", "a mean of 4096 numbers"),
+    "an op in a piece reads how long the metadata is",
+)
+"""Faults that have the line of another one."""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(f, id=f.what, marks=[pytest.mark.heavy] * (f.what in OF_A_KIND))
+        for f in FAULTS
+        if not f.compiler
+    ],
+)
 def test_a_fault_is_named_and_nothing_else_is_blamed(fault):
     fault.check(find(fault, "eager"))
 
