@@ -510,7 +510,8 @@ def test_the_tables_of_rare_batches_are_bounded():
 )
 def test_a_fact_of_the_wrong_type_is_refused_by_name(batch, field):
     it = dispatcher("FULL_AND_PIECEWISE", [2, 4, 8], query_lens=(1, 3))
-    it.dispatch(Batch(4, 4, is_decode=True, query_len=1))  # the tables exist now
+    for valid in (Batch(4, 4, True, 1), Batch(6, 2, True, 3)):
+        it.dispatch(valid)  # the tables exist now
     with pytest.raises(BatchInvalid, match=field):
         it.dispatch(batch() if callable(batch) else batch)
 
