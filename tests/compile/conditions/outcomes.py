@@ -20,8 +20,8 @@ REPOSITORY = Path(__file__).parents[3]
 LONGEST = 400
 """Characters of a reason; of a longer one a hash of the whole follows."""
 
-NOT_ALONE = {"global_pre_hook"}
-"""Their reason has a number that torch counts up in the process, so that cases before change it."""
+NOT_ALONE = {"global_pre_hook", "global_forward_hook", "shape_of_a_numpy_array"}
+"""Cases before them in the process change what becomes of them: torch counts hooks, for one."""
 CASES = {**sources(), **unread_sources(), **adversary_sources()}
 Outcome = dict[str, Any]
 
