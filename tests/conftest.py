@@ -113,6 +113,11 @@ def frozen_heap() -> Iterator[None]:
         yield
 
 
+def pytest_unconfigure() -> None:
+    """What is frozen at the exit is reported as leaked, in many lines below pytest's last one."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def gpu_or_skip(request: pytest.FixtureRequest) -> None:
     """Skip tests marked `gpu` where there is no device."""

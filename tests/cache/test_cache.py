@@ -112,7 +112,7 @@ def test_counters_and_events_of_a_lookup_and_a_publish(cache, events, key):
         "cache.bytes_read": size,
     }
     assert expected.items() <= events.counters.items()
-    assert 2400 < events.counters["cache.milliseconds_saved"] <= 2500
+    assert 0 < events.counters["cache.milliseconds_saved"] <= 2500
     assert [event.name for event in events.events] == ["cache.miss", "cache.publish", "cache.hit"]
 
 

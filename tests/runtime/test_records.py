@@ -50,7 +50,7 @@ def value(prepared: PreparedModel, name: str) -> Any:
     return sum(sample.value for sample in metric.samples)
 
 
-def test_two_models_with_one_events_report_their_own(events: Events) -> None:
+def test_two_models_with_one_events_report_their_own(events):
     first = prepared_with(events)
     second = prepared_with(events)
     second.capture()
@@ -68,7 +68,7 @@ def test_two_models_with_one_events_report_their_own(events: Events) -> None:
     assert events.counters["dynamo_traces"] == 2
 
 
-def test_phases_add_up_to_prepare_and_to_the_start_of_the_process(events: Events) -> None:
+def test_phases_add_up_to_prepare_and_to_the_start_of_the_process(events):
     startup = prepared_with(events).report()["startup"]
     seconds = [phase["seconds"] for phase in startup["phases"]]
     assert sum(seconds) == pytest.approx(startup["prepare_seconds"])
@@ -82,7 +82,7 @@ def test_phases_add_up_to_prepare_and_to_the_start_of_the_process(events: Events
     assert [span.own < span.seconds for span in spans if span.name == "prepare"] == [True]
 
 
-def test_a_report_does_not_depend_on_the_event_log(events: Events) -> None:
+def test_a_report_does_not_depend_on_the_event_log(events):
     prepared = prepared_with(events)
     prepared.capture()
     before = prepared.report()
@@ -91,7 +91,7 @@ def test_a_report_does_not_depend_on_the_event_log(events: Events) -> None:
     assert prepared.report() == before
 
 
-def test_records_have_a_bound() -> None:
+def test_records_have_a_bound():
     records = Records()
     for step in range(KEPT + 3):
         records.add(CaptureRecord("FULL", 8, 0, step, 1.0, 100, 90, 1, [], {}))
@@ -100,9 +100,7 @@ def test_records_have_a_bound() -> None:
     assert captures[-1].step == KEPT + 2
 
 
-def test_what_a_record_states_is_in_report_and_metrics(
-    events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_record_states_is_in_report_and_metrics(events, monkeypatch):
     steps = Metric("piecegraph_failed_sizes", "Sum.", ("mode",), lambda each: each.num_tokens)
     monkeypatch.setattr(CaptureFailure, "report", "graphs.failed")
     monkeypatch.setattr(CaptureFailure, "metrics", (steps,))
@@ -115,7 +113,7 @@ def test_what_a_record_states_is_in_report_and_metrics(
     assert value(prepared, "piecegraph_failed_sizes") == 3
 
 
-def test_a_gauge_is_absent_until_its_first_record_and_keeps_it() -> None:
+def test_a_gauge_is_absent_until_its_first_record_and_keeps_it():
     (metric,) = Switched.metrics
     assert metric.samples([]) == {}
     assert metric.samples([Switched(3.0, 1, 2.0), Switched(9.0, 1, 2.0)]) == {(): 3.0}

@@ -20,7 +20,7 @@ from piecegraph.tools.bisect.stages import stages
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.compile
 
 DUMP = 31
 

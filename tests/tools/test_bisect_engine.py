@@ -20,7 +20,7 @@ from piecegraph.tools.bisect import Finding, bisect
 sys.path.append(str(Path(__file__).parent))
 from faulty_engine import HIDDEN, SCALES, Decoder, Engine, changed_process, from_step
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.compile
 
 FALSE = ("earlier step", "padding", "how many rows", "moved", "graphs that read")
 """What a line may say only where it is true."""

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
 from planted_faults import FAULTS, find, site_for
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.compile
 
 UNDER_INDUCTOR = "the second of two passes is wrong"
 """The fault that is planted under Inductor in every run of the tests."""

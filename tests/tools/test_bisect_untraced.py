@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
 from planted_faults import site_for
 
-pytestmark = [pytest.mark.compile, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.compile
 
 SCALE = [1.0]
 TABLE = torch.ones(4)
