@@ -194,13 +194,17 @@ class CoreModel:
         for before_step in self.steps.before:
             before_step(None)
 
-    def release(self) -> None:
-        """Free all graphs; captures start over."""
+    def release(self, *, keep_plan: bool = False) -> None:
+        """Free all graphs. Captures start over, or go on where `keep_plan`."""
         self.environment.backend.synchronize()
         self.steps.forget_results()
         for graph in self.graphs.present():
             self.graphs.remove(graph.index)
         self.captures.release_pool()
+        if keep_plan:
+            self.capturer.left(self.steps.usage.by_graph())
+            self.link()
+            return
         self.capturer.released()
         self.sealed = False
         for part in self.parts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -209,10 +209,24 @@ class PreparedModel:
         self._core.must_be_open()
         return self._core.refresh()
 
-    def release(self) -> None:
-        """Free all graphs and their memory. Steps run without; `capture` captures again."""
+    def release(self, keep: Literal["plan"] | None = None) -> None:
+        """Free all graphs and their memory. Steps run without; `capture` captures again.
+
+        With `keep="plan"` graphs return by themselves, the most used first: between steps, and in
+        `capture_idle`, within `steps.memory_limit`. A sealed model stays sealed. `report()` says
+        under `returns` when all were back. With several ranks all must make the same call.
+
+            prepared.release(keep="plan")  # the engine sleeps
+            prepared.capture_idle(budget_ms=50)  # it is awake, and has no request yet
+
+        Raises InvalidArgument for another `keep`.
+        """
+        if keep not in (None, "plan"):
+            raise InvalidArgument(
+                call="release", name="keep", value=repr(keep), expected='"plan", or None'
+            )
         self._core.steps.must_be_idle()
-        self._core.release()
+        self._core.release(keep_plan=keep is not None)
 
     def close(self) -> None:
         """Free graphs, buffers, code and weights; steps raise ModelClosed then. Idempotent."""

@@ -76,6 +76,13 @@ MUTANTS = [
     (FIRST_STEPS, "> decision.mode:", "> 9:", f"{TOLD_AT_START} -k first_steps"),
     ("runtime/parts/log/part.py", "self._first_steps = None", "pass",
      f"{TOLD_AT_START} -k first_steps"),
+    (CAPTURER, "self.queue.left([sum(of_graph)", "self.queue.left([of_graph[0]",
+     f"{QUEUE} -k ranks_bring"),
+    (CAPTURER, "self.memory.pool_freed()\n        self._refresh_active()", "self._refresh_active()",
+     f"{QUEUE} -k limit_holds"),
+    ("runtime/parts/strategies/wanted.py", "self._by_size.sort(key=lambda i: -self.states[i].hits)",
+     "pass", f"{QUEUE} -k idle_time_the_most"),
+    (MODEL, "if keep_plan:", "if False:", f"{QUEUE} -k idle_time_the_most"),
     # capabilities: what deletes one fails its test in tests/mission
     (PLANNED, 'LINEAR = "linear"', 'LINEAR = "none"', f"{MISSION}/test_bucketing.py -k linear"),
     ("tools/serve/options.py", "return Path(text)", "raise OSError",

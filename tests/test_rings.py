@@ -24,7 +24,7 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "observers": Ring(56, 93, "events runtime.core.records runtime.core.report runtime.core.usage"),
+    "observers": Ring(56, 94, "events runtime.core.records runtime.core.report runtime.core.usage"),
     "log": Ring(1, 3, "runtime.parts.log"),
     "conditions": Ring(21, 51, "compile.conditions torch_compat.tracing.inlined"),
     "step checks": Ring(1, 1, "runtime.parts.checks"),

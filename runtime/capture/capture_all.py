@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from ..core.records import CaptureRecord
@@ -37,6 +37,10 @@ class Capturer(Protocol):
     def released(self) -> None:
         """All graphs were freed: start over."""
 
+    def left(self, used: Mapping[int, int]) -> None:
+        """All graphs were freed, and those that there were return while steps run, the most `used`
+        first: by steps of each graph so far."""
+
 
 class CaptureAll:
     """Captures every graph of the plan at startup."""
@@ -70,6 +74,9 @@ class CaptureAll:
 
     def released(self) -> None:
         self._captured.clear()
+
+    def left(self, used: Mapping[int, int]) -> None:
+        self.released()
 
     def _free(self, indices: Iterable[int]) -> None:
         for graph_index in indices:

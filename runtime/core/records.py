@@ -171,6 +171,14 @@ class HostValues(Record, event="capture.host_values", level=logging.WARNING, rep
     tensors: list[str]
 
 
+class GraphsReturned(Record, event="capture.returned", level=logging.INFO, report="returns"):
+    """The graphs that `release(keep="plan")` freed are back: after `seconds`, at batch `step`."""
+
+    graphs: int
+    seconds: float
+    step: int
+
+
 class MemoryUse(Record, event="memory"):
     """After `capture`: bytes the recordings took; bytes that this process uses, and free bytes."""
 

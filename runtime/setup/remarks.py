@@ -10,9 +10,11 @@ from typing import Any
 
 from ...config import Config, compile_config
 from ...dispatch import (
+    AttentionSupport,
     DispatchPlan,
     GraphMode,
     ResolvedMode,
+    RuntimeMode,
     lora_cases,
     sizes_for,
     uncovered_decodes,
@@ -123,18 +125,23 @@ def remarks_of(config: Config) -> list[Remark]:
 
 
 def _mode(config: Config, resolved: ResolvedMode) -> Iterator[Remark]:
-    undeclared = config.compile and UNDECLARED in attention_support(config)
+    support = attention_support(config)
+    undeclared = UNDECLARED in support
+    never = AttentionSupport.NEVER in support.values() and not undeclared
     for change in resolved.reasons:
-        if change.before is not None and (undeclared or resolved.requested):
+        before, after = change.before, change.after
+        if before is None:
+            continue
+        lost = before.decode is RuntimeMode.FULL is not after.decode
+        if resolved.requested or (config.compile and lost and not never):
             todo = "Ask for that mode, or correct what it lacks."
             if undeclared:
                 todo = (
                     'Declare what attention can do inside a FULL graph, or "NEVER":'
                     ' attention={"support": "UNIFORM_BATCH"}. See docs/guide.md.'
                 )
-            yield ModeLowered(
-                f"graph mode {change.before.value} is {change.after.value}: {change.why}", todo
-            )
+            what = f"graph mode {before.value} is {after.value}: {change.why}"
+            yield ModeLowered(what, todo)
 
 
 def without_effect(config: Config) -> Iterator[tuple[str, str | None]]:

@@ -141,6 +141,7 @@ class Served:
         self.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
         self.rope = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
         self.modes: Counter[RuntimeMode] = Counter()
+        self.releases = 0
         config, traced = compiled
         buffers = {"positions": self.positions, "rope": self.rope}
         self.prepared = prepare_on_replay(
@@ -206,10 +207,13 @@ class Served:
         elif choice == 3:
             self.layers["kv"] = self.layers["kv"].clone()
             self.watch()
+        elif self.releases % 2:
+            prepared.release(keep="plan")
         else:
             prepared.release()
             prepared.capture()
             prepared.seal()
+        self.releases += choice == 4
         prepared.refresh()
 
 

@@ -7,19 +7,20 @@ facts that all ranks share: the wanted graph, the step number, and outcomes of c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ....config import Eager, Lazy, Strategy
 from ....dispatch import Batch, CapturePhase, Decision, Dispatcher, RuntimeMode
 from ...capture.capture_all import Progress
 from ...capture.captures import Captures
 from ...core.allowed_work import allow_compilation
-from ...core.records import CaptureRecord, PhaseCaptured
+from ...core.records import CaptureRecord, GraphsReturned, PhaseCaptured
 from .admitted import CaptureBudget, LazyBytes
 from .counted import CountedCaptures
 from .graph_memory import GraphMemory
 from .memory_limit import MemoryLimit
-from .wanted import CaptureQueue
+from .wanted import CaptureQueue, GraphState
 
 
 class StrategyCapturer:
@@ -49,6 +50,8 @@ class StrategyCapturer:
         self._dispatcher = dispatcher
         self._counts = counts
         self._records = captures.records
+        self._left: tuple[list[GraphState], float] = [], 0.0
+        """The graphs that there were before they were freed to return, and when that was."""
         self._probes: Iterator[float] | None = None
         """The forecast in progress, on which a startup set waits while the model serves."""
         self._start_over()
@@ -139,6 +142,18 @@ class StrategyCapturer:
         self._start_over()
         self.memory.by_mode = dict.fromkeys(modes, 0)
         self.active = False
+
+    def left(self, used: Mapping[int, int]) -> None:
+        """All graphs were freed; what there was returns between steps and in idle time."""
+        if self.queue.untouched:
+            return
+        steps = {"steps": [used.get(i, 0) for i in range(len(self.queue.states))]}
+        by_rank = [answer["steps"] for answer in self._captures.exchange("release", steps)]
+        there = [state for state in self.queue.states if state.captured]
+        self._left = there, time.perf_counter()
+        self.queue.left([sum(of_graph) for of_graph in zip(*by_rank, strict=True)])
+        self.memory.pool_freed()
+        self._refresh_active()
 
     def take_out(self, indices: Collection[int]) -> None:
         """Free graphs that are never captured again."""
@@ -267,3 +282,8 @@ class StrategyCapturer:
         self.active = catching_up or (not self.is_eager and not self.queue.complete)
         if was_active and not self.active:
             self._records.events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
+        there, began = self._left
+        if there and all(state.captured or state.dropped for state in there):
+            self._left = [], 0.0
+            seconds = time.perf_counter() - began
+            self._records.add(GraphsReturned(len(there), seconds, self.queue.step))

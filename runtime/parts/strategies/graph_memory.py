@@ -64,6 +64,7 @@ class GraphMemory:
 
     def pool_freed(self) -> None:
         """All graphs and their pool are gone."""
+        self._captured.clear()
         self.by_mode = dict.fromkeys(self.by_mode, 0)
 
     def admits(self, graph_index: int) -> bool:

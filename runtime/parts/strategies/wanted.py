@@ -16,7 +16,7 @@ wanted graphs and the outcomes of captures, so ranks with equal input choose the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ....dispatch import NO_GRAPH, CaptureStrategy, Decision, DispatchPlan
 from ...core.usage import IdleSteps
@@ -80,6 +80,20 @@ class CaptureQueue:
         self._added = list(added)
         self._kept = frozenset(self._added)
         self._pending = None
+
+    def left(self, used: Sequence[int]) -> None:
+        """All graphs were freed, and return in the order of their uses, of which `used` has those
+        of each graph. Under EAGER they are captured between the next steps."""
+        self.changed()
+        for state, steps in zip(self.states, used, strict=True):
+            state.hits = max(state.hits, steps)
+        self._by_size.sort(key=lambda i: -self.states[i].hits)
+        kept = [i for i in self._by_size if self.states[i].kept]
+        for state in self.states:
+            state.captured = state.kept = False
+            state.bytes = 0
+        self.add(kept if self._strategy is CaptureStrategy.EAGER else ())
+        self._kept = frozenset(kept)
 
     def is_kept(self, graph_index: int) -> bool:
         """Whether the graph belongs to a startup set that is captured between steps."""
@@ -165,7 +179,7 @@ class CaptureQueue:
         """Graphs to capture while the engine is idle."""
         wanted = self._by_size
         if self._strategy is CaptureStrategy.LAZY:
-            used = [i for i in self._by_size if self.states[i].hits]
+            used = [i for i in self._by_size if self.states[i].hits or i in self._kept]
             wanted = sorted(used, key=lambda i: -self.states[i].hits)
         return (i for i in wanted if self._may_capture(i))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from piecegraph import Batch, GraphMode, RuntimeMode
 from piecegraph.config import STRATEGIES
 from piecegraph.dispatch import CaptureStrategy, make_plan
-from piecegraph.errors import BatchInvalid, CaptureAfterSeal
+from piecegraph.errors import BatchInvalid, CaptureAfterSeal, InvalidArgument
 from piecegraph.runtime.parts.strategies.counted import CountedCaptures
 from piecegraph.runtime.parts.strategies.wanted import (
     FADE_STEPS,
@@ -226,11 +226,103 @@ def test_after_release_a_startup_brings_the_same_graphs_back(make):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def capture_and_use(served: Any) -> list[str]:
+    """Graphs by their use: FULL 2, PIECEWISE 4, and the others by size."""
+    served.prepared.capture()
+    served.prepared.seal()
+    for n in range(8):
+        served.decode(2)
+        if n % 2:
+            served.mixed(3)
+    return served.captures
+
+
+@pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
+def test_graphs_return_in_idle_time_the_most_used_first(make: Any, strategy: str) -> None:
+    served = make(strategy=strategy)
+    before = capture_and_use(served)
+    there = len(served.captured())
+    served.prepared.release(keep="plan")
+    assert (served.captured(), served.used) == ([], 0)
+    assert served.prepared._core.sealed
+    with pytest.raises(CaptureAfterSeal):
+        served.prepared.capture()
+    assert served.prepared.report()["returns"] == []
+    assert served.prepared.capture_idle(1e9) == there
+    back = served.captures[len(before) :]
+    assert back[:2] == ["FULL 2", "PIECEWISE 4"]
+    assert sorted(back) == sorted({*before})
+    assert [row["graphs"] for row in served.prepared.report()["returns"]] == [there]
+    assert [served.decode(2), served.mixed(3)] == ["FULL 2", "PIECEWISE 4"]
+    assert served.captures == [*before, *back]
+
+
+@pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
+def test_graphs_return_between_steps_the_wanted_one_first(make: Any, strategy: str) -> None:
+    served = make(strategy=strategy)
+    before = capture_and_use(served)
+    served.prepared.release(keep="plan")
+    assert [served.decode(7), served.decode(2)] == ["FULL 8", "FULL 2"]
+    assert served.captures[len(before) :] == ["FULL 8", "FULL 2"]
+    for n in (3, 8) * 4:
+        served.mixed(n)
+    assert {*served.captures[len(before) :]} == {*before}
+    assert served.prepared.report()["returns"][0]["graphs"] == len({*before})
+
+
+def test_a_limit_holds_when_graphs_return(make: Any) -> None:
+    whole = make(strategy="eager")
+    capture_and_use(whole)
+    limit = whole.used * 2 // 3
+    served = make(strategy="eager", steps={"memory_limit": limit})
+    capture_and_use(served)
+    there = served.captured()
+    assert 0 < len(there) < len(EVERYTHING)
+    for _ in range(3):
+        served.prepared.release(keep="plan")
+        served.prepared.capture_idle(1e9)
+        assert 0 < served.used <= limit
+        assert served.captured() == there
+
+
+def test_ranks_bring_back_the_same_graphs(make: Any) -> None:
+    orders, steps = [], [[0, 0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 4, 0, 9]]
+    for own in (0, 1):
+        served = make(strategy="eager")
+        served.prepared.capture()
+        told = []
+
+        def exchange(topic: str, facts: Any, own: int = own, told: Any = told) -> Any:
+            told.append((topic, facts))
+            other = {"steps": steps[1 - own]} if topic == "release" else facts
+            return [facts, other] if own == 0 else [other, facts]
+
+        served.prepared._core.captures.exchange = exchange
+        served.prepared._core.steps.usage = SimpleNamespace(
+            by_graph=lambda own=own: dict(enumerate(steps[own])), count=lambda *_: None
+        )
+        served.prepared.release(keep="plan")
+        assert told == [("release", {"steps": steps[own]})]
+        served.prepared.capture_idle(1e9)
+        orders.append(served.captures[8:])
+    assert orders[0] == orders[1]
+    assert orders[0][:3] == ["FULL 1", "FULL 8", "FULL 4"]
+
+
+def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make: Any) -> None:
+    served = make(strategy="lazy")
+    served.prepared.release(keep="plan")
+    assert (served.decode(2), served.prepared.capture_idle(1e9)) == ("NONE 2", 0)
+    with pytest.raises(InvalidArgument, match="plan"):
+        served.prepared.release(keep="graphs")
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.integers(1, 3),
     st.frozensets(st.integers(1, 30), max_size=6),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 10)), max_size=12),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 10)), max_size=12),
 )
 def test_every_step_is_right_under_every_strategy(make, strategy, per_step, failing, batches):
     own = "eager" if strategy == "eager" else STRATEGIES[strategy](captures_per_step=per_step)
@@ -240,10 +332,16 @@ def test_every_step_is_right_under_every_strategy(make, strategy, per_step, fail
     )
     served.prepared.capture()
     served.prepared.seal()
+    most = {"eager": 0}.get(strategy, per_step)
     for is_decode, n in batches:
         before = len(served.captures)
+        if n == 0:
+            served.prepared.release(keep="plan")
+            assert (served.captured(), served.used) == ([], 0)
+            most = max(most, 1)
+            continue
         served.decode(n) if is_decode else served.mixed(n)
-        assert len(served.captures) - before <= (0 if strategy == "eager" else per_step)
+        assert len(served.captures) - before <= most
     served.prepared.close()
 
 
