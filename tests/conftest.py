@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import re
@@ -113,9 +114,14 @@ def frozen_heap() -> Iterator[None]:
         yield
 
 
-def pytest_unconfigure() -> None:
-    """What is frozen at the exit is reported as leaked, in many lines below pytest's last one."""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What is frozen at the exit is reported as leaked, in many lines below pytest's last one.
+
+    A process that a thread keeps from its end prints where, and ends; xdist ends its workers.
+    """
     gc.unfreeze()
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(180, exit=True)
 
 
 @pytest.fixture(autouse=True)
