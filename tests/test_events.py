@@ -1,7 +1,5 @@
 """Events: counters, spans, and what reaches the log and torch's trace."""
 
-from __future__ import annotations
-
 import ast
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Benchmarks that compare report ratios and rows, on the terminal and as JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

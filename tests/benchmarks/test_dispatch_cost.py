@@ -1,7 +1,5 @@
 """The dispatch benchmark: what it reports and that its bounds hold."""
 
-from __future__ import annotations
-
 from piecegraph.benchmarks.dispatch import run
 
 

@@ -1,7 +1,5 @@
 """`engine` on processes that only answer like an engine."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

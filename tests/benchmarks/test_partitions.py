@@ -1,7 +1,5 @@
 """What a step does is counted by the native functions that it calls."""
 
-from __future__ import annotations
-
 import torch
 
 from piecegraph.benchmarks import partitions

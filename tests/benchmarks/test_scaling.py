@@ -1,7 +1,5 @@
 """Pieces scheduled on paper, and what the benchmark says of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.benchmarks import scaling

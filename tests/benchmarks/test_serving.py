@@ -1,7 +1,5 @@
 """Load is made as asked for, latencies are counted right, and a verdict needs a difference."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The benchmark of parts: a row per part and mode."""
 
-from __future__ import annotations
-
 from piecegraph.benchmarks.step_parts import STEPS, run
 from piecegraph.runtime.setup.switches import PARTS
 

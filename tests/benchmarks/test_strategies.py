@@ -1,7 +1,5 @@
 """The benchmark of the strategies measures real captures of the replay backend."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.benchmarks import strategies

@@ -1,7 +1,5 @@
 """What is published is found by every cache on the directory; a miss has a reason."""
 
-from __future__ import annotations
-
 import stat
 
 import pytest

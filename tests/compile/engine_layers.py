@@ -1,7 +1,5 @@
 """Layers as engines write them: norms, rotary embeddings, attention, experts, quantized weights."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -3,8 +3,6 @@
 An unsound one is right only for some sizes; the line that makes it so is marked.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional as F
 

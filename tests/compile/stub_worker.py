@@ -1,7 +1,5 @@
 """A worker without torch: it answers a task with what the task asks about this process."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Programs that run with Inductor run with `torch.compile(backend="piecegraph")`."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

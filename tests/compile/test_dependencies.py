@@ -1,7 +1,5 @@
 """Dependencies between steps, and plans that could not run."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.compile.ir.serialization import Ref

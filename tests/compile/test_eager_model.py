@@ -1,7 +1,5 @@
 """A model that is not traced: what its arguments and its result may be."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes with one declared name are one symbol, even if the model never combines them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The factors of a codegen key that come from the machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.compile.bundle.key_factors import toolchain

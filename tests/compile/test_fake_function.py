@@ -1,7 +1,5 @@
 """The fake implementation of an op is the user's function, also where torch wraps it."""
 
-from __future__ import annotations
-
 import torch
 
 from piecegraph.compile.conditions.custom_ops import op_signature

@@ -1,7 +1,5 @@
 """Models that are wrong for some sizes are refused, with the line; right ones are not."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """Hugging Face models through the adapter: equal to their own eager attention."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What released models have: the result of each request is that of the model's own forward."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Pieces compiled by Inductor: results, guards that it adds, mutating custom ops."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

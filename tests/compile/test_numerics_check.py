@@ -1,7 +1,5 @@
 """A compiled piece against its graph, where memory is left for a splitting op to fill."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx import symbolic_trace

@@ -1,7 +1,5 @@
 """Code for one size of the reference decoder: sizes of weights stay numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph import Config, Events, prepare

@@ -1,7 +1,5 @@
 """Tensors that are no parameters or buffers are bound by the path on which the model reads them."""
 
-from __future__ import annotations
-
 import functools
 import types
 

@@ -1,7 +1,5 @@
 """The adapter proves the class and configuration of a model before it serves it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -1,7 +1,5 @@
 """A model that cannot be traced is refused with the user's file and line, a reason and advice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

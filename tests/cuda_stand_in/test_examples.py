@@ -1,7 +1,5 @@
 """The example that needs a device."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

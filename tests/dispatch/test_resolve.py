@@ -1,7 +1,5 @@
 """The whole table of resolved modes, and the rules before it."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

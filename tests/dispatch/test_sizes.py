@@ -1,7 +1,5 @@
 """Default capture sizes against the reference table, and the additions to it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Multi-dimensional buckets. From vLLM's Gaudi plugin (HPU bucketing managers)."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.dispatch import BucketLimits, Phase, find_holes, plan_buckets

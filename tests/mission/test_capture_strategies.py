@@ -1,7 +1,5 @@
 """When graphs are captured. From vLLM's startup captures, delayed and lazy captures of peers."""
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import mode_of

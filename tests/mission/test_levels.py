@@ -1,7 +1,5 @@
 """Optimization levels. From vLLM's `-O0` to `-O3`."""
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import mode_of

@@ -1,7 +1,5 @@
 """The list of capabilities in `docs/architecture.md` names these tests, and these alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a start and a run report. From vLLM's startup log and benchmark figures."""
 
-from __future__ import annotations
-
 
 def test_a_start_names_its_phases(run):
     """vLLM: "torch.compile took …", "Graph capturing finished in …"."""

@@ -1,7 +1,5 @@
 """What runs before serving. From vLLM's and Gaudi's warm-up."""
 
-from __future__ import annotations
-
 import pytest
 
 

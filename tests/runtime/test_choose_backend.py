@@ -1,7 +1,5 @@
 """Backends by name: ours, those that an installed package registers, and unknown ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Operations are killed at random; the next start removes their files and works."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

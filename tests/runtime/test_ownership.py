@@ -1,7 +1,5 @@
 """What a capture made and what it found: identities outlive the tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

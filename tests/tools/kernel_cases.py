@@ -1,8 +1,6 @@
 """The Triton attention kernel against plain code: run by test_triton_attention in a process of its
 own, with Triton's interpreter."""
 
-from __future__ import annotations
-
 import functools
 import io
 import random

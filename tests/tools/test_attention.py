@@ -1,7 +1,5 @@
 """Paged attention against textbook attention, for every form of batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

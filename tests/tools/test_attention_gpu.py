@@ -1,7 +1,5 @@
 """Attention on a GPU: the same numbers as on the CPU, and steps that can be captured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

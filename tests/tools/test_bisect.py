@@ -1,7 +1,5 @@
 """Bisect finds the injected fault, one at each stage."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One injected fault of each kind that was once missed or attributed to the wrong part."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

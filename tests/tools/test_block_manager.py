@@ -1,7 +1,5 @@
 """The block manager never allocates a block twice or the dump block, and loses none."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

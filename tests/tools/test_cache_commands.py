@@ -1,7 +1,5 @@
 """The cache commands, from arguments to output and exit status."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

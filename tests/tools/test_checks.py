@@ -1,7 +1,5 @@
 """Company that changes a result is found with its layer, a fact that a key lacks by its name."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line, from arguments to exit status, with the library's part replaced."""
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The command line when something outside it fails: one line, the correct status, no traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

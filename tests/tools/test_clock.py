@@ -1,7 +1,5 @@
 """The engine's clock jumps and stands still, and otherwise runs."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

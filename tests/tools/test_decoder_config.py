@@ -1,7 +1,5 @@
 """Model sizes as text."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.errors import InvalidSetting

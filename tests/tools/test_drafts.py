@@ -1,7 +1,5 @@
 """Speculative decoding gives the tokens of greedy decoding, in fewer steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.tools.engine.drafts import Drafter, ngram_drafts

@@ -1,7 +1,5 @@
 """The dump directory: what is in it, and that an edit of the generated code takes effect."""
 
-from __future__ import annotations
-
 import json
 import re
 

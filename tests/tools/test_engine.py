@@ -1,7 +1,5 @@
 """The engine serves what a plain forward over the whole sequence would generate."""
 
-from __future__ import annotations
-
 import math
 
 import torch

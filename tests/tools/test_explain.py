@@ -1,7 +1,5 @@
 """The explain page: its data, its forms, and how it looks in a browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What dispatch decides, in the reference engine: adapters, drafts, sizes, buckets, ranks."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`piecegraph run --hf`: models of transformers with the paged cache, equal to their `generate`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

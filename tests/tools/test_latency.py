@@ -1,7 +1,5 @@
 """Percentiles and token latencies."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.tools.serve.report import summarize, token_latencies

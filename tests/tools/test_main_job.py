@@ -1,7 +1,5 @@
 """The main job with nothing replaced: every mode and strategy, warm starts, what is reported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

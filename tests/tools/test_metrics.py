@@ -1,7 +1,5 @@
 """Metrics: the same numbers in families of prometheus-client, as text, and in the report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from contextlib import closing
 from functools import partial

@@ -1,7 +1,5 @@
 """The reference decoder: what the seed fixes, and that it is one graph for every token count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """An engine with one step in flight serves the same tokens, on work that is delayed."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

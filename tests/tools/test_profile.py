@@ -1,7 +1,5 @@
 """Ranges of profilers name steps, graphs, pieces and ops; time is added up by them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Progress: plain lines without a terminal, a bar on a terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re

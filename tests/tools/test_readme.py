@@ -1,7 +1,5 @@
 """The README is correct: its commands run. Its examples: tests/test_examples.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The report's schema is as documented in docs/metrics-and-report.md, and it is strict JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What every schedule must obey, for any arrivals and any number of blocks."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

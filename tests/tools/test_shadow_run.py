@@ -1,7 +1,5 @@
 """From a wrong step of a running engine to its file, and from the file to the cause."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

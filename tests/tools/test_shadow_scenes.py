@@ -1,7 +1,5 @@
 """Faults planted in a running engine are found by its shadow steps, or refused before them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sizes fitted to a trace, as the command does it."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Steps are logged, recorded and replayed; nobody is told about them unless asked for."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Each part can be turned off alone, from three places, and the result stays correct."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

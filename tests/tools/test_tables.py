@@ -1,7 +1,5 @@
 """Units and tables."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

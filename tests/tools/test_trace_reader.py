@@ -1,7 +1,5 @@
 """The trace reader: what it reads, and that it names the line it cannot read."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.errors import ConfigError, TraceUnreadable

@@ -1,7 +1,5 @@
 """The Triton attention kernel: its numbers in Triton's interpreter, and its code for a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

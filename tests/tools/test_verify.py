@@ -1,7 +1,5 @@
 """The verifier finds a wrong row, a wrong write and a NaN, names them, and changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

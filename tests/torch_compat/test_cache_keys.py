@@ -1,7 +1,5 @@
 """Keys of Inductor's own caches."""
 
-from __future__ import annotations
-
 import pytest
 
 from piecegraph.compile.backends.inductor import toolchain_directory

@@ -1,7 +1,5 @@
 """CUDA graphs below the Python surface."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """Imports of torch's compilers that no other thread is inside of."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

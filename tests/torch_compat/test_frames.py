@@ -1,7 +1,5 @@
 """Which files are of torch, of Python and of users."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Names of layers among the arguments of nodes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

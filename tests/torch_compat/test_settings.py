@@ -1,7 +1,5 @@
 """Settings of torch that change generated code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

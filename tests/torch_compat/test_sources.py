@@ -1,7 +1,5 @@
 """Source texts of generated graphs are dropped by number."""
 
-from __future__ import annotations
-
 import linecache
 
 import torch

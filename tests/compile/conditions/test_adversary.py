@@ -3,8 +3,6 @@
 Process A stores a bundle, process B starts with the changed model on A's cache.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ..starts import use_text_compiler

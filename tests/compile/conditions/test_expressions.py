@@ -1,7 +1,5 @@
 """Dynamo's expressions are parsed as `ast.parse` does, without it."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

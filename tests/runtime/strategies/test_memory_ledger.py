@@ -1,7 +1,5 @@
 """Each byte has one owner, and the plan's utilizations give the same KV cache."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
