@@ -41,6 +41,8 @@ DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_gr
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
 DEVICES = "tests/torch_compat/test_devices.py"
 BLOCKS, DEFRAGMENTER = "tools/engine/block_manager.py", "tests/tools/test_defragmenter.py"
+WRITES = f"{CORE}/writes.py"
+ATTENTION, KERNEL = "tools/engine/triton_attention.py", "tests/tools/test_triton_attention.py"
 SAMPLER, DRAWS = "tools/engine/sampler.py", "tests/tools/test_sampler.py"
 
 PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", "lookup", "file"))
@@ -253,9 +255,14 @@ MUTANTS = [
     (CODE, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),
     (INPUTS, "if not _same_places(tensor, strides):", "if False:", f"{STRIDES} -k first_byte"),
-    (INPUTS, "        fill()\n    if", "        pass\n    if", f"{STATIC} -k any_loads"),  # 25
-    (INPUTS, "                fill()\n", "                pass\n", f"{STATIC} -k failure_25"),
-    (INPUTS, "last is None or not extent.covers(last)", "last is None", f"{STATIC} -k any_loads"),
+    (INPUTS, "every_step if others_write else padding", "padding", f"{STATIC} -k any_loads"),  # 25
+    (INPUTS, "else rows_and_padding:", "else rows:", f"{STATIC} -k failure_25"),
+    (INPUTS, "last is not None and extent.covers(last)", "last is not None",
+     f"{STATIC} -k any_loads"),
+    (WRITES, "writes.append(lambda _: zero_all(zeros))", "pass", f"{STATIC} -k real_rows"),
+    (WRITES, "targets += [part for part, _ in self.constants]", "pass", f"{STATIC} -k failure_29"),
+    (ATTENTION, "end = tl.minimum(end, begin + size)", "end = end", f"{KERNEL} -k random"),
+    (ATTENTION, "if WIDENED:", "if True:", f"{KERNEL} -k tensor_cores"),
     (PADDING, "return self.kind is Padding.REPEAT", "return False", f"{STATIC} -k any_loads"),
     (PADDING, "if self.kind is Padding.KEEP:", "if False:", f"{STATIC} -k any_loads"),
     (INPUTS, "return torch.zeros(prod(shape)", "return torch.empty(prod(shape)",

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from ...config import Padding, Steps
-
-Fill = Tensor | Callable[[], object]
-"""A part to be set to zero, or what writes other padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +31,14 @@ class PaddingPolicy:
         """Whether padding depends on the rows of the step, so that each step writes it again."""
         return self.kind is Padding.REPEAT
 
-    def fill(self, part: Tensor, last: Tensor | None) -> Fill | None:
-        """What writes `part`, the padding behind the real row `last`; None to leave it as it is.
+    def content(self, last: Tensor | None) -> Tensor | float | None:
+        """What padding behind the real row `last` holds: a value or that row; None: it stays.
 
         `last` has one row in the dimension that is padded; it is None if no row is real.
         """
         if self.kind is Padding.KEEP:
             return None
-        if self.kind is Padding.REPEAT and last is not None:
-            return partial(part.copy_, last.expand_as(part))
-        return partial(part.fill_, self.value) if self.value else part
+        return last if self.kind is Padding.REPEAT and last is not None else self.value
 
 
 ZEROS = PaddingPolicy()

@@ -7,7 +7,7 @@ strides of its inputs, and all sizes share one address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -20,9 +20,10 @@ from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
 from ...config import Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
-from ...torch_compat.basics.tensors import storage_id, zero_all
+from ...torch_compat.basics.tensors import storage_id
 from ..backends.protocol import Load
-from .padding import ZEROS, Fill, PaddingPolicy, padding_policy
+from .padding import ZEROS, PaddingPolicy, padding_policy
+from .writes import PaddingParts, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ class StaticInputs:
             self._buffers = {
                 spec.name: self._allocated(spec) for spec in specs if spec.name not in self.owned
             }
+            self._paddings = {
+                spec.name: self._allocated(spec).fill_(spec.padding.value)
+                for spec in specs
+                if spec.dynamic and spec.padding.value
+            }
 
     def at(self, sizes: Mapping[str, int]) -> BoundInputs:
         """The inputs of the padded `sizes`, ready to be captured and loaded."""
@@ -91,6 +97,7 @@ class StaticInputs:
     def close(self) -> None:
         """Free the buffers."""
         self._buffers.clear()
+        self._paddings.clear()
         self.owned.clear()
         self.loaded = None
 
@@ -128,6 +135,10 @@ class StaticInputs:
             return real_part(self.owned[spec.name], shape)
         buffer = self._buffers[spec.name]
         return buffer if spec.stride else buffer[: prod(shape)].view(shape)
+
+    def padding_like(self, spec: StaticInputSpec, part: Tensor) -> Tensor:
+        """A constant tensor of the shape of `part`: what its padding holds, which is not zero."""
+        return self._paddings[spec.name][: part.numel()].view(part.shape)
 
 
 class BoundInputs:
@@ -194,45 +205,63 @@ class BoundInputs:
             if size > most:
                 raise SizeOutOfRange(name=name, size=size, low=0, high=most)
         sizes = dict(zip(self._inputs.limits, real, strict=True))
-        copies: list[tuple[int, Callable[[Tensor], object]]] = []
+        copies: list[tuple[int, Tensor]] = []
         stays: list[Stay] = []
-        every_step: list[Fill] = []
-        fills: list[Fill] = []
+        every_step, padding = PaddingParts(), PaddingParts()
         for position, (spec, view) in enumerate(zip(self._inputs.specs, self.views, strict=True)):
             shape = spec.shape(sizes)
             target = real_part(view, shape)
             owned = spec.name in self._inputs.owned
-            if owned and target.is_contiguous():
+            if owned:
                 stays.append((position, target.data_ptr(), target.stride()))
-            elif owned:
-                place = target.data_ptr(), target.stride()
-                copies.append((position, partial(_must_stay, spec.name, *place)))
             else:
-                copies.append((position, target.copy_))
+                copies.append((position, target))
             others_write = owned or spec.written or spec.padding.each_step
-            (every_step if others_write else fills).extend(_fills(spec, view, shape))
-        extent = Extent(self, real)
+            self._pad(spec, view, shape, every_step if others_write else padding)
         return partial(
-            _load, self._inputs, extent, tuple(stays), tuple(copies),
-            _joined(every_step), _joined(fills),
+            _load, self._inputs, Extent(self, real), tuple(stays),
+            every_step.after_copies(copies), (every_step + padding).after_copies(copies),
         )  # fmt: skip
+
+    def _pad(
+        self, spec: StaticInputSpec, view: Tensor, real: tuple[int, ...], padding: PaddingParts
+    ) -> None:
+        """Add to `padding` all of `view` outside the box `real`, in disjoint parts.
+
+        They go from the last dynamic dimension to the first. The part of a dimension is real in the
+        dimensions before it and whole in those after it, so a row is complete when it is repeated.
+        """
+        for dim in reversed(spec.dynamic):
+            size, most = real[dim], view.shape[dim]
+            if size == most:
+                continue
+            before = [(0, n) for n in real[:dim]]
+            after = [(0, n) for n in view.shape[dim + 1 :]]
+            part = _box(view, [*before, (size, most), *after])
+            last = _box(view, [*before, (size - 1, size), *after]) if size > 0 else None
+            match spec.padding.content(last):
+                case Tensor() as row:
+                    padding.others.append((part, row.expand_as(part)))
+                case 0:
+                    padding.zeros.append(part)
+                case int() | float():
+                    dense = padding.constants if part.is_contiguous() else padding.others
+                    dense.append((part, self._inputs.padding_like(spec, part)))
 
 
 Stay = tuple[int, int, tuple[int, ...]]
-"""Position, address and strides of an input that must be a part of the engine's buffer, which is
-contiguous."""
+"""Position, address and strides of an input that must be a part of the engine's buffer."""
 
 
 def _load(
     inputs: StaticInputs,
     extent: Extent,
     stays: tuple[Stay, ...],
-    copies: tuple[tuple[int, Callable[[Tensor], object]], ...],
-    every_step: tuple[Callable[[], object], ...],
-    fills: tuple[Callable[[], object], ...],
+    rows: tuple[Write, ...],
+    rows_and_padding: tuple[Write, ...],
     tensors: tuple[Tensor, ...],
 ) -> None:
-    """Copy real rows and write the padding; `fills` are not written again where they still are."""
+    """Copy real rows and write the padding, not again where it still is."""
     for position, address, strides in stays:
         tensor = tensors[position]
         if tensor.data_ptr() != address or not tensor.is_contiguous():
@@ -240,24 +269,14 @@ def _load(
     if inputs.order_steps is not None:
         inputs.order_steps()
     last = inputs.loaded
-    if last is not extent:
-        inputs.loaded = None  # unless this load is completed
-    for position, copy in copies:
-        copy(tensors[position])
-    for fill in every_step:
-        fill()
-    if last is not extent:
-        if last is None or not extent.covers(last):
-            for fill in fills:
-                fill()
-        inputs.loaded = extent
-
-
-def _joined(fills: list[Fill]) -> tuple[Callable[[], object], ...]:
-    """Functions that write the padding; one call sets all parts to zero that are to be."""
-    zeros = [part for part in fills if isinstance(part, Tensor)]
-    others = tuple(fill for fill in fills if not isinstance(fill, Tensor))
-    return (partial(zero_all, zeros), *others) if zeros else others
+    if last is extent:
+        for write in rows:
+            write(tensors)
+        return
+    inputs.loaded = None  # unless this load is completed
+    for write in rows if last is not None and extent.covers(last) else rows_and_padding:
+        write(tensors)
+    inputs.loaded = extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,24 +325,6 @@ def real_part(tensor: Tensor, shape: Iterable[int]) -> Tensor:
 def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     """The part of `tensor` between the (start, stop) of each dimension."""
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
-
-
-def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Fill]:
-    """What writes the padding: all of `view` outside the box `real`, in disjoint parts.
-
-    They go from the last dynamic dimension to the first. The part of a dimension is real in the
-    dimensions before it and whole in those after it, so a row is complete when it is repeated.
-    """
-    for dim in reversed(spec.dynamic):
-        size, padded = real[dim], view.shape[dim]
-        if size == padded:
-            continue
-        before = [(0, n) for n in real[:dim]]
-        after = [(0, n) for n in view.shape[dim + 1 :]]
-        part = _box(view, [*before, (size, padded), *after])
-        last = _box(view, [*before, (size - 1, size), *after]) if size > 0 else None
-        if (fill := spec.padding.fill(part, last)) is not None:
-            yield fill
 
 
 def split_buffers(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -281,7 +281,6 @@ NATIVE = (
     "_addmm_activation",
     "bmm",
     "baddbmm",
-    "_foreach_copy_",
     "_fused_sdp_choice",
     "_efficientzerotensor",
     "empty_quantized",

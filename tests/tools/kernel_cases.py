@@ -6,6 +6,7 @@ import io
 import random
 import sys
 from copy import deepcopy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from piecegraph import (
     forward_context,
     prepare,
 )
-from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
+from piecegraph.tools.engine import attention, triton_attention  # noqa: F401 - registers ops
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.engine.metadata import NO_SLOT, MetadataBuffers
@@ -89,17 +90,20 @@ FORMS = st.fixed_dictionaries(
         "dim": st.sampled_from((4, 16, 24)),
         "block": st.sampled_from((1, 3, 4, 16)),
         "window": st.sampled_from((0, 0, 1, 3, 17, 100)),
+        "parts": st.sampled_from((1, 2, 5)),
     }
 )
-GQA_WITH_WINDOW = {"kv_heads": 2, "group": 3, "dim": 24, "block": 3, "window": 7}
+GQA_WITH_WINDOW = {"kv_heads": 2, "group": 3, "dim": 24, "block": 3, "window": 7, "parts": 3}
 
 
 def error(dtype, shapes, form, padding=0):
     """The largest difference of the kernel's rows from plain code's; the rest must be equal."""
     form = dict(form)
+    parts = form.pop("parts", 1)
     batch = Batch(shapes, heads=form.pop("group") * form["kv_heads"], dtype=dtype, **form)
     expected, plain_cache = batch.run(triton=False)
-    output, cache = batch.run(padding, triton=True)
+    with patch.object(triton_attention, "parts_of", lambda *_: parts):
+        output, cache = batch.run(padding, triton=True)
     assert (output[batch.total :] == 0).all()
     for one, other in ((cache.keys, plain_cache.keys), (cache.values, plain_cache.values)):
         assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))

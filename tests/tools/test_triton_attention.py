@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from kernel_table import table
 
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.engine import triton_attention
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import library_config, require_kernels
 
@@ -41,41 +39,15 @@ def test_the_main_job_with_each_feature():
     interpreted("-m", "heavy")
 
 
-STRIDES = ("i32", "i32", "constexpr")
-CACHE_STRIDES = ("i32", *STRIDES)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_kernels_compile_for_a_gpu(dtype):
-    """To machine code, without a GPU: the last stride of a row is 1."""
-    data, ints = f"*{dtype}", "*i64"
-    sizes = {"BLOCK_SIZE": 16, "DIM": 128, "WIDTH": 128}
-    tiles = {"GROUP": 4, "TILE": 4, "ROWS": 16, "PLACES": triton_attention.PLACES}
-    attend = {
-        **dict.fromkeys(("query", "keys", "values", "output"), data),
-        **dict.fromkeys(("block_table", "seq_lens", "query_start_loc"), ints),
-        "query_stride": STRIDES, "keys_stride": CACHE_STRIDES, "values_stride": CACHE_STRIDES,
-        "output_stride": STRIDES, "table_stride": "i32", "num_requests": "i32", "scale": "fp32",
-        "window": "i32",
-    }  # fmt: skip
-    write = {
-        **dict.fromkeys(("key", "value", "keys", "values"), data), "slot_mapping": ints,
-        "key_stride": STRIDES, "value_stride": STRIDES, "keys_stride": CACHE_STRIDES,
-        "values_stride": CACHE_STRIDES,
-    }  # fmt: skip
-    kernels = (
-        (triton_attention._attend, attend, sizes | tiles),
-        (triton_attention._write, write, sizes),
-    )
-    for kernel, types, constants in kernels:
-        signature = types | dict.fromkeys(constants, "constexpr")
-        names = list(signature)
-        values = {(names.index(name),): value for name, value in constants.items()}
-        strides = {name: len(form) - 1 for name, form in types.items() if isinstance(form, tuple)}
-        values |= {(names.index(name), last): 1 for name, last in strides.items()}
-        source = ASTSource(kernel, signature, values)
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+def test_the_kernels_use_tensor_cores_and_do_not_spill(tmp_path, monkeypatch):
+    """Their machine code; as docs/gpu.md states it, if it has this version of Triton."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    stated = Path(__file__).parents[2].joinpath("docs/gpu.md").read_text()
+    for line, (_, kernel, dtype, *_), (tensor_core, _, _, stack) in table(tmp_path):
+        assert stack == 0, line
+        assert tensor_core > 0 or dtype == "float32" or kernel != "_attend", line
+        assert line in stated or f"| {triton.__version__} |" not in stated, line
 
 
 def test_where_the_kernel_is_used():

@@ -20,7 +20,7 @@ from ... import Batch, BatchDescriptor, Decision, RuntimeMode
 from ...dispatch import Bucket, BucketTable, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
 from .engine import ReferenceEngine
-from .metadata import NOBODY, BucketMetadata
+from .metadata import NOBODY, BucketMetadata, staged, uploaded
 from .scheduler import Scheduler, StepSchedule
 
 
@@ -125,13 +125,14 @@ class Buckets:
 
     def _upload(self, host: list[np.ndarray[Any, Any]]) -> BucketMetadata:
         """In the buffers that graphs read; larger shapes have no graph."""
-        pairs = zip(self._buffers, map(torch.from_numpy, host), strict=True)
+        device = self._buffers[0].device
+        copies = [staged(torch.from_numpy(values), device) for values in host]
         return BucketMetadata(
             *(
-                buffer[: len(values)].copy_(values)
+                buffer[: len(values)].copy_(values, non_blocking=True)
                 if len(values) <= len(buffer)
-                else values.to(buffer.device)
-                for buffer, values in pairs
+                else values.to(device, non_blocking=True)
+                for buffer, values in zip(self._buffers, copies, strict=True)
             )
         )
 
@@ -176,9 +177,7 @@ class BucketEngine(ReferenceEngine):
             rows = slice(owner * query, owner * query + share.query_len)
             ids[rows] = share.tokens
             positions[rows] = range(share.start, share.context_len)
-        return tuple(
-            torch.tensor(each, dtype=torch.int64, device=self.device) for each in (ids, positions)
-        )
+        return tuple(uploaded(each, self.device) for each in (ids, positions))
 
     def sampled_rows(self, schedule: StepSchedule, descriptor: BatchDescriptor) -> list[int]:
         query = _bucket_of(descriptor).query

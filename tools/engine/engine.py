@@ -16,7 +16,7 @@ import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
 from .defragmenter import Defragmenter
-from .metadata import Buffers
+from .metadata import Buffers, downloaded, uploaded
 from .sampler import Sampler
 from .scheduler import Request, Scheduler, StepSchedule
 from .serving_log import Clock, ServingLog
@@ -78,7 +78,7 @@ class ReferenceEngine:
         hidden = self.run(decision, *inputs, metadata=metadata)
         self.copied = self.prepared.copies_done()
         tokens = self.sampled(hidden, schedule, decision.descriptor)
-        completed = self.scheduler.finish(schedule, tokens.tolist())
+        completed = self.scheduler.finish(schedule, downloaded(tokens)())
         self.log.ended(schedule, decision, completed)
         return completed
 
@@ -151,7 +151,7 @@ class ReferenceEngine:
         self, hidden: torch.Tensor, schedule: StepSchedule, descriptor: BatchDescriptor
     ) -> torch.Tensor:
         """The next token of each sampled row, (sampled rows,) on the device."""
-        rows = self.sampled_rows(schedule, descriptor)
+        rows = uploaded(self.sampled_rows(schedule, descriptor), self.device)
         draws = [
             (share.request.sampling, place)
             for share in schedule.shares

@@ -7,6 +7,7 @@ slot or one of the dump block, which padding block-table entries point to.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -246,3 +247,26 @@ def staged(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`host`, or for a GPU a pinned copy of it: a non-blocking copy to the device can read it after
     `host` was reused. torch keeps pinned memory until the device has read it."""
     return host.pin_memory() if device.type == "cuda" else host
+
+
+def uploaded(
+    values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """`values` on a device, for which the host does not wait."""
+    return staged(torch.tensor(values, dtype=dtype), device).to(device, non_blocking=True)
+
+
+def downloaded(values: torch.Tensor) -> Callable[[], list[int]]:
+    """Start to copy `values` (rows,) to the host. The function returned waits for that copy alone,
+    not for what the device was given after it."""
+    if not values.is_cuda:
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.current_stream(values.device).record_event()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

@@ -8,22 +8,25 @@ accepted decides the next batch, so a step that samples ends before the next one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ... import Decision
 from .engine import ReferenceEngine
+from .metadata import downloaded
 from .scheduler import Request, StepSchedule
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was started. `tokens` (sampled rows,) are on the device."""
+    """A started step. `tokens` (sampled rows,) are on the device; `read` waits for them."""
 
     schedule: StepSchedule
     decision: Decision
     tokens: torch.Tensor
+    read: Callable[[], list[int]]
     places: list[tuple[Request, int]]
     """Where each sampled token belongs among those of its request."""
     completed: list[Request] | None
@@ -56,7 +59,7 @@ class OverlappingEngine(ReferenceEngine):
 
     def _end(self, step: InFlight) -> list[Request]:
         """Wait for a step, and give its requests their tokens."""
-        tokens = step.tokens.tolist()
+        tokens = step.read()
         if step.completed is None:
             step.completed = self.scheduler.finish(step.schedule, tokens)
         else:
@@ -74,7 +77,7 @@ class OverlappingEngine(ReferenceEngine):
         tokens = self.sampled(hidden, schedule, decision.descriptor)
         sampling = (share.request for share in schedule.shares if share.samples)
         places = [(request, len(request.tokens)) for request in sampling]
-        return InFlight(schedule, decision, tokens, places, None)
+        return InFlight(schedule, decision, tokens, downloaded(tokens), places, None)
 
     def _work_left(self, here: bool) -> bool:
         self._any_requests = super()._work_left(here)

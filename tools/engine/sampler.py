@@ -13,7 +13,7 @@ from hashlib import blake2b
 import torch
 
 from ... import AuxiliaryTask
-from .metadata import staged
+from .metadata import uploaded
 from .scheduler import SamplingParams
 
 WARMED = (
@@ -100,8 +100,7 @@ class Sampler:
 
     def _column(self, values: Sequence[float]) -> torch.Tensor:
         """(rows, 1), float64; the host does not wait for the device."""
-        host = staged(torch.tensor(values, dtype=torch.float64), self._device)
-        return host.to(self._device, non_blocking=True)[:, None]
+        return uploaded(values, self._device, torch.float64)[:, None]
 
 
 def _filtered(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,7 @@ cudaError_t release(void* pointer, const char* call) {
 // Pageable memory is staged when a copy is submitted; pinned memory is read when the copy runs.
 cudaError_t copy(Lock& lock, void* to, const void* from, size_t size, Stream* stream) {
   bool pageable = kind_of(from) == Block::kUnknown;
+  if (pageable || kind_of(to) == Block::kUnknown) state().calls["pageable"]++;
   if (pageable && !stream->capture) {
     auto staged = std::make_shared<std::vector<char>>(static_cast<const char*>(from),
                                                       static_cast<const char*>(from) + size);

@@ -1,0 +1,38 @@
+"""What steps ask the CUDA runtime for: the table in docs/gpu.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines_of(table: str, of_this_version: str) -> list[list[str]]:
+    """Cells of each line that a table's command prints, without the version. They are those of
+    docs/gpu.md, if it has a line that begins with `of_this_version` for this version of torch."""
+    command = [sys.executable, "tests/cuda_stand_in/run.py", "-m", f"tests.cuda_stand_in.{table}"]
+    environment = os.environ | {"PIECEGRAPH_OFF": "proof", "STAND_IN_VALUES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    stated = ROOT.joinpath("docs/gpu.md").read_text()
+    if f"| {torch.__version__.partition('+')[0]} | {of_this_version} |" in stated:
+        assert [line for line in lines if line not in stated] == []
+    return [line.strip("| ").split(" | ")[1:] for line in lines]
+
+
+def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch() -> None:
+    lines = lines_of("call_table", "FULL, 4 copied inputs")
+    for step, _, kernels, memcpys, pageable, _, _, _, waits, _ in lines:
+        assert (pageable, waits) == ("0", "0"), step
+        if step.startswith("FULL"):
+            writes = (0 if "buffers" in step else 1) + ("padding" in step)
+            assert (int(kernels), memcpys) == (writes, "0"), step
+    assert len(lines) > 20
