@@ -265,6 +265,7 @@ class CoreModel:
             dispatcher.plan, backend, records, self.graphs, environment.exchange
         )
         self.steps.use(code, dispatcher, self.graphs.installed)
+        records.add_opaque(compiled.opaque_ops())
         unknown = any(result.dtype == "" for result in compiled.plan.results)
         self.steps.before_padding = self._found_by_padding() if unknown else nothing
 

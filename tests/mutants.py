@@ -98,6 +98,8 @@ MUTANTS = [
      f"{MISSION}/test_warmup.py -k warmed_up"),
     ("compile/ir/plan.py", "cut_at: tuple[str, ...] = ()", "other: tuple[str, ...] = ()",
      f"{MISSION}/test_torch_compile.py -k inductor"),
+    ("torch_compat/compiling/inductor.py", '["::".join(names) for names in called]', "[]",
+     "tests/compile/test_passes.py -k lowers"),
     (PARTITION, '"force_pointwise_cat": True', '"force_pointwise_cat": False',
      f"{CUT} -k parts_of"),
     (PARTITION, '"reorder_for_locality": False', '"reorder_for_locality": True',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from ...errors import ModelMismatch
+from ...torch_compat.basics.ops import python_for_all_devices
 from ..conditions.places import reader
 from ..ir.compilation import PieceFn
+from ..ir.ops import resolve_op
 from ..ir.plan import Plan
 from ..ir.serialization import dtype_name
 from .codegen import AfterCall, Hook, StepFn, build_step
@@ -71,6 +74,20 @@ class CompiledModel:
     def traces(self) -> list[CompiledModel]:
         """The model once for each trace, for what looks at its steps."""
         return [replace(self, plan=plan) for plan in self.plan.intervals()]
+
+    def opaque_ops(self) -> dict[str, tuple[int, str]]:
+        """Operators in Python for every device that its pieces call as they are, by name: calls per
+        step in the largest range, and where it is registered. Nothing is fused with such a call.
+        Only code of Inductor is known; ahead-of-time libraries are not."""
+        plan = self.plan.intervals()[-1]
+        artifacts = plan.ranges[-1].artifacts if plan.ranges else ()
+        calls = Counter(
+            name
+            for piece in (plan.piece_uses() if artifacts else ())
+            for name in getattr(self.pieces[artifacts[piece]], "ops", ())
+        )
+        places = {name: python_for_all_devices(resolve_op(name)) for name in calls}
+        return {name: (calls[name], place) for name, place in places.items() if place is not None}
 
     def rebound(self) -> CompiledModel:
         """The same plan and pieces with the model's current weights; raises ModelMismatch."""

@@ -143,6 +143,15 @@ class RegionCompiled(Record, event="region.compiled", level=logging.INFO, report
     generated: bool
 
 
+class OpaqueOp(Record, event="opaque_op", level=logging.WARNING, report="opaque_ops"):
+    """Compiled pieces call an operator whose kernel is Python for every device, at `where`, that
+    often in a step: it was not decomposed, and nothing is fused with it."""
+
+    op: str
+    calls: int
+    where: str
+
+
 class RowsMixed(Record, event="rows_mixed", level=logging.WARNING, report="rows_mixed"):
     """Padding of `size` would change real rows of a piece's result, or state: no batch is padded,
     or none of up to `end` tokens beyond `end`. Without a piece it is a choice or a number."""
@@ -383,6 +392,11 @@ class Records:
         """Keep a record and emit its event."""
         self._kept.setdefault(type(record), deque(maxlen=KEPT)).append(record)
         self.events.emit(record.event, level=record.level, **record.facts())
+
+    def add_opaque(self, ops: Mapping[str, tuple[int, str]]) -> None:
+        """Add the ops that code which serves from now on calls as they are; see `OpaqueOp`."""
+        for op, (calls, where) in ops.items():
+            self.add(OpaqueOp(op, calls, where))
 
     def of(self, kind: type[R]) -> list[R]:
         """The records of one kind, oldest first, such as `records.of(CaptureRecord)`."""

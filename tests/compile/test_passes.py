@@ -17,6 +17,8 @@ from piecegraph.compile.passes import no_op
 from piecegraph.compile.passes.graph_pass import passes_up_to, thresholds
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting
+from piecegraph.runtime.prepare import prepare
+from piecegraph.tools.explain import explain
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -181,6 +183,44 @@ def test_key_follows_the_source_of_passes(engine_pass):
 
 
 INPUTS = {"x": "float32[num_tokens, 8]", "r": "float32[num_tokens, 8]"}
+
+
+class Opaque(nn.Module):
+    """An engine's op in Python, twice in one piece."""
+
+    def forward(self, x):
+        return torch.ops.engine_ir.double(torch.ops.engine_ir.double(x) + 1)
+
+
+def lower(graph: Graph) -> int:
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.engine_ir.double.default)
+    for node in nodes:
+        node.target, node.args = aten.mul.Tensor, (*node.args, 2)
+    return len(nodes)
+
+
+@pytest.mark.compile
+def test_an_op_in_python_that_no_pass_lowers_is_named_however_the_code_was_made(tmp_path, caplog):
+    with torch.library._scoped_library("engine_ir", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+        torch.library.register_fake("engine_ir::double", torch.empty_like, lib=library)
+        for settings, calls in (
+            ({"cache_dir": tmp_path}, 2),
+            ({"cache_dir": tmp_path}, 2),  # a warm start
+            ({"cache": False}, 2),
+            ({"cache_dir": tmp_path, "codegen": {"passes": {"lower": lower}}}, None),
+        ):
+            caplog.clear()
+            config = Config(inputs={"x": INPUTS["x"]}, max_num_tokens=8, graph_mode="NONE",
+                            **settings)  # fmt: skip
+            prepared = prepare(Opaque(), config)
+            ops = {row["op"]: row["calls"] for row in prepared.report()["opaque_ops"]}
+            assert ops == ({"engine_ir::double.default": calls} if calls else {})
+            assert ("engine_ir::double.default" in caplog.text) is bool(calls)
+            advice = explain(prepared, "md")
+            assert ("call engine_ir::double.default 2 times a step" in advice) is bool(calls)
+            prepared.close()
 
 
 class Add(nn.Module):

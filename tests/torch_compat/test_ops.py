@@ -113,6 +113,26 @@ def test_function_of_a_custom_op_is_found():
     assert ops.custom_op_function("piecegraph_compat::double") is double
 
 
+def test_only_a_kernel_in_python_for_every_device_is_one_that_a_compiler_could_see() -> None:
+    def place(function: Any) -> str:
+        return f"{__file__}:{function.__code__.co_firstlineno}"
+
+    def plus(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    name = "piecegraph_compat"
+    torch.library.custom_op(f"{name}::every", plus, mutates_args=())
+    torch.library.custom_op(f"{name}::cpu", plus, mutates_args=(), device_types="cpu")
+    library = torch.library.Library(name, "FRAGMENT")
+    library.define("impl(Tensor x) -> Tensor")
+    library.impl("impl", plus, "CompositeExplicitAutograd")
+    found = {op: ops.python_for_all_devices(getattr(torch.ops.piecegraph_compat, op).default)
+             for op in ("every", "cpu", "impl")}  # fmt: skip
+    assert (found["every"], found["cpu"]) == (place(plus), None)
+    assert found["impl"].startswith(f"{__file__}:")
+    assert ops.python_for_all_devices(torch.ops.aten.add.Tensor) is None
+
+
 class Scaled:
     def __init__(self, factor: float) -> None:
         self.factor, self.calls = factor, 0

@@ -22,6 +22,7 @@ def advise(facts: Facts) -> list[Facts]:
         _import,
         _background,
         _guards,
+        _opaque,
         _failed,
         _without_graph,
         _padding,
@@ -98,6 +99,15 @@ def _guards(facts: Facts) -> Advice:
                 f" (policy {facts['policy']})",
                 "Make the model independent of it, or narrow the served range.",
             )
+
+
+def _opaque(facts: Facts) -> Advice:
+    for row in facts["opaque_ops"]:
+        yield (
+            f"compiled pieces call {row['op']} {row['calls']} times a step, Python at"
+            f" {row['where']}: nothing is fused with it",
+            "Lower it by a pass in codegen.passes, or let the model call what it is made of.",
+        )
 
 
 def _failed(facts: Facts) -> Advice:

@@ -52,6 +52,7 @@ def collect(
         "guards": guards(prepared),
         "policy": prepared.config.tracing.guards.value if prepared.config.compile else None,
         "regions": report["regions"],
+        "opaque_ops": report["opaque_ops"],
         "captures": captures(prepared),
         "executables": report["executables"],
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},

@@ -158,11 +158,28 @@ def traced_kernels(op: OpOverload) -> list[str]:
 
     What is registered for a device is called when the model runs, as it is then.
     """
+    return [
+        key
+        for key, (file, _) in _python_kernels(op).items()
+        if not (key.startswith(_DEVICES) or is_torch_file(file))
+    ]
+
+
+def python_for_all_devices(op: Any) -> str | None:
+    """file:line of the kernel of `op`, if it is Python code for every device: calls of other
+    operators, which a compiler could see. None for other operators."""
+    function = custom_op_function(op_name(op))
+    kernel = _python_kernels(op).get("CompositeExplicitAutograd")
+    if kernel is None or function is None:
+        return kernel and ":".join(kernel)
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+
+
+def _python_kernels(op: OpOverload) -> dict[str, tuple[str, str]]:
+    """File and line of the Python code that registered each kernel of `op`, by dispatch key."""
     known: str = torch._C._dispatch_dump(str(op._name))
-    found = re.findall(
-        r"^(?!debug)(\w+)(?:\[alias\])?: registered at (.+\.py):\d+", known, re.MULTILINE
-    )
-    return [key for key, file in found if not (key.startswith(_DEVICES) or is_torch_file(file))]
+    registered = r"^(?!debug)(\w+)(?:\[alias\])?: registered at (.+\.py):(\d+)"
+    return {key: (file, line) for key, file, line in re.findall(registered, known, re.MULTILINE)}
 
 
 _DEVICES = ("CPU", "CUDA", "HIP", "XPU", "MPS", "MTIA", "HPU", "XLA", "PrivateUse")

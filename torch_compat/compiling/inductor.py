@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -136,9 +137,18 @@ def inductor_deserialize(data: bytes) -> Any:
 
 
 def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
-    """The artifact as a function of one list of arguments, without its outermost wrapper."""
+    """The artifact as a function of one list of arguments, without its outermost wrapper.
+
+    Its `ops` are the operators that the generated code calls, such as `ns::op.default`.
+    """
     compiled_fn = artifact.inner_fn.compiled_fn
-    return lambda args: compiled_fn(*args)
+    call: Any = lambda args: compiled_fn(*args)  # noqa: E731
+    called = _CALLED.findall(getattr(compiled_fn, "source_code", ""))
+    call.ops = ["::".join(names) for names in called]
+    return cast(Callable[[list[Any]], Any], call)
+
+
+_CALLED = re.compile(r"^[^#\n]*\btorch\.ops\.(\w+)\.(\w+\.\w+)\(", re.MULTILINE)
 
 
 def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
