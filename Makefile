@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -175,6 +175,16 @@ engine-test: engine-env
 	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/compile/test_weights_of_other_classes.py
 	$(VENV_VLLM)/bin/vllm --version
 	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py
+
+# Pieces are compiled by Dask and by Ray, each with workers of its own on this machine: docs/starts.md.
+VENV_FARM := .venv-farm
+farm-test: $(VENV_FARM)/.made
+	OMP_NUM_THREADS=1 $(VENV_FARM)/bin/python -m pytest --timeout 900 tests/farm
+
+$(VENV_FARM)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV_FARM)
+	$(VENV_FARM)/bin/python -m pip install --quiet --editable '.[test,farm]' "$(TORCH)"
+	touch $@
 
 # What CI runs where the environments could be made: the tokens of one model with each engine.
 engine-smoke: engine-env

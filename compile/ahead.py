@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,15 +18,15 @@ from ..torch_compat.compiling.piece_data import NotData
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..torch_compat.tracing.sources import drop_sources, next_source
 from .backends.aoti import build_library
-from .backends.in_workers import POLL_SECONDS, as_task
+from .backends.in_workers import POLL_SECONDS, Submitted, as_task, machine_of
 from .backends.inductor import compiling
 from .backends.jobs import Compiled, compile_pieces
 from .backends.registry import compiler_named
 from .backends.schedule import Job
 from .backends.trace_jobs import compiler_options, store_artifact
-from .backends.worker import Compiled as CompiledInWorker
-from .backends.worker import Failed, Machine, Reply, Task
-from .backends.workers import Workers, workers_for
+from .backends.worker import Compiled as CompiledElsewhere
+from .backends.worker import Failed, Reply
+from .backends.workers import workers_for
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import machine_key, trace_key
 from .conditions.values import Undescribable
@@ -53,11 +54,11 @@ def compile_ahead(request: CompileRequest) -> bool:
         return False
     first = next_source()
     try:
-        with workers_for(request) as workers:
+        with workers_for(request) as executor:
             splits = split_model(trace_with_guards(request), request.events)
             compiler = compiler_named(request.config.code.compiler)
-            compiled = compile_pieces(request, splits, compiler, workers)
-            artifacts = _with_libraries(request, compiled, workers)
+            compiled = compile_pieces(request, splits, compiler, executor)
+            artifacts = _with_libraries(request, compiled, executor)
     finally:
         drop_sources(range(first, next_source()))
     if artifacts is None:
@@ -69,52 +70,58 @@ def compile_ahead(request: CompileRequest) -> bool:
 
 
 def _with_libraries(
-    request: CompileRequest, compiled: Compiled, workers: Workers | None
+    request: CompileRequest, compiled: Compiled, executor: Executor | None
 ) -> list[Blobs] | None:
     """The artifacts with a library each, all stored; None if one of them cannot have one.
 
-    Workers build what can be sent to them, and this process the rest.
+    The executor builds what can be sent to it, and this process the rest.
     """
     artifacts = [result.blobs for result in compiled.results]
     here = [number for number, blobs in enumerate(artifacts) if LIBRARY not in blobs]
-    tasks = _tasks(request, compiled, here) if workers is not None else {}
-    here = [number for number in here if number not in tasks]
-    if workers is not None:
-        workers.give([*tasks.values()])
-    while here or tasks:
-        request.checkpoint()
-        reply: Reply | None = None
-        if here:
-            number = here.pop()
-        elif workers is not None and isinstance(message := workers.reply(POLL_SECONDS), tuple):
-            number, reply = tasks.pop(message[0].number).number, message[1]
-        else:
-            continue
-        (split, job), result = compiled.jobs[number], compiled.results[number]
-        with _reporting_failures(request, job):
-            match reply:
-                case Failed():
-                    raise LibraryUnusable(reason=reply.reason)
-                case CompiledInWorker():
-                    library = reply.blobs[LIBRARY]
-                case _:  # no worker can build it
-                    library = _library(request, split, job)
-            artifacts[number] = {**result.blobs, LIBRARY: library}
-            request.events.count("library_compiles")
-            if result.proved:
-                store_artifact(request, job, artifacts[number], result.seconds)
+    submitted = Submitted(executor, _tasks(request, compiled, here)) if executor else None
+    try:
+        for number, reply in _replies(request, submitted, here):
+            (split, job), result = compiled.jobs[number], compiled.results[number]
+            with _reporting_failures(request, job):
+                match reply:
+                    case Failed():
+                        raise LibraryUnusable(reason=reply.reason)
+                    case CompiledElsewhere():
+                        library = reply.blobs[LIBRARY]
+                    case _:  # only this process can build it
+                        library = _library(request, split, job)
+                artifacts[number] = {**result.blobs, LIBRARY: library}
+                request.events.count("library_compiles")
+                if result.proved:
+                    store_artifact(request, job, artifacts[number], result.seconds)
+    finally:
+        if submitted:
+            submitted.cancel()
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
-def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> dict[int, Task]:
-    """Jobs whose libraries workers can build, by number."""
-    tasks = {}
+def _replies(
+    request: CompileRequest, submitted: Submitted | None, numbers: list[int]
+) -> Iterator[tuple[int, Reply | None]]:
+    """Of each number the reply of the executor, None for what was not submitted."""
+    for number in numbers:
+        if submitted is None or number not in submitted:
+            request.checkpoint()
+            yield number, None
+    while submitted:
+        request.checkpoint()
+        yield from submitted.replies(POLL_SECONDS)
+
+
+def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> dict[int, bytes]:
+    """Jobs whose libraries another process can build, by number."""
+    tasks, device = dict[int, bytes](), request.device
     for number in numbers:
         split, job = compiled.jobs[number]
         code = split.config.code
-        machine = Machine(code, request.device, machine_key(code, request.device))
         with suppress(NotData):
-            tasks[number] = as_task(number, split, job, machine, _limits(split, job))
+            machine = machine_of(split, code.compiler, device, machine_key(code, device))
+            tasks[number] = as_task(split, job, machine, _limits(split, job))
     return tasks
 
 

@@ -31,7 +31,8 @@ from .plan.compiled_model import CompiledModel, bind
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
 if TYPE_CHECKING:
-    from .backends.workers import Workers
+    from concurrent.futures import Executor
+
     from .guards.trace_with_guards import GuardedTrace
 
 
@@ -126,25 +127,25 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
         from .backends.workers import workers_for
         from .guards.trace_with_guards import padded_instead, trace_with_guards
 
-    with workers_for(request) as workers:
+    with workers_for(request) as executor:
         with request.events.span("trace", level=logging.INFO):
             traces = trace_with_guards(request)
         if key is not None:  # the program may have registered kernels or replaced weights since
             key = trace_key(request.model, request.config, request.device, request.examples)
         try:
-            return _compile(request, traces, key, workers)
+            return _compile(request, traces, key, executor)
         except PieceFailed:
             padded = padded_instead(request, traces)
             if padded is None:
                 raise
-            return _compile(request, [padded], key, workers)
+            return _compile(request, [padded], key, executor)
 
 
 def _compile(
     request: CompileRequest,
     traces: Sequence[GuardedTrace],
     key: Key | None,
-    workers: Workers | None = None,
+    executor: Executor | None = None,
 ) -> CompiledModel:
     events = request.events
     with events.span("import compiler", level=logging.INFO):
@@ -156,7 +157,7 @@ def _compile(
 
     splits = split_model(traces, events)
     compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
-    compiled = compile_pieces(request, splits, compiler, workers)
+    compiled = compile_pieces(request, splits, compiler, executor)
     with events.span("plan", level=logging.INFO):
         plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
         for each, split in zip(plan.intervals(), splits, strict=True):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
+
 import torch
 
 from ..compile.ir.compilation import ExampleArguments
+from ..compile.ir.locations import first_line
 from ..compile.pipeline import gc_paused
 from ..config import Config
+from ..errors import InvalidSetting
 from ..events import Events
+from ..torch_compat.basics.modules import allocated
 from .core.allowed_work import allow_compilation
 from .core.records import Records
 from .setup.request import compile_request
@@ -20,15 +25,31 @@ def compile_ahead(
     *,
     examples: ExampleArguments | None = None,
     events: Events | None = None,
+    executor: Executor | None = None,
+    device: torch.device | str | None = None,
 ) -> bool:
     """Build AOTInductor libraries for `model` and put them into its bundle in the cache.
 
     Call it where time does not matter: after serving has started, or while an image is built. The
     next `prepare` with the same model and settings then imports neither Dynamo nor Inductor.
+    `device` is for a model whose weights are on the meta device: code is made for weights there, so
+    that it is in the cache when they have been loaded. The model is as before afterwards, and must
+    not be loaded into meanwhile. `prepare` of the loaded model finds the bundle.
+    `executor` builds them beside this process, as that of `prepare`.
     If a piece cannot have a library it returns False, emits the reason as an event and leaves the
     bundle unchanged. Raises what `prepare` raises.
     """
-    return build_libraries(model, config, Records(events), examples)
+    records = Records(events)
+    if device is None or not isinstance(model, torch.nn.Module):
+        return build_libraries(model, config, records, examples, executor)
+    try:
+        there = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidSetting(
+            name="device", value=device, reason=first_line(error), expected='such as "cuda:0"'
+        ) from error
+    with allocated(model, there):
+        return build_libraries(model, config, records, examples, executor)
 
 
 def build_libraries(
@@ -36,10 +57,11 @@ def build_libraries(
     config: Config,
     records: Records,
     examples: ExampleArguments | None = None,
+    executor: Executor | None = None,
 ) -> bool:
     """`compile_ahead` for a caller who reads in `records` why something was not stored."""
     from ..compile.ahead import compile_ahead as build  # imports the tracer
 
     config = resolve_config(config)
     with allow_compilation(), gc_paused():
-        return build(compile_request(model, config, records, examples))
+        return build(compile_request(model, config, records, examples, executor=executor))

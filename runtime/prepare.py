@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +44,7 @@ def prepare(
     events: Events | None = None,
     ranks: Ranks | None = None,
     input_buffers: Mapping[str, torch.Tensor] | None = None,
+    executor: Executor | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
@@ -53,6 +55,9 @@ def prepare(
     same way. `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
+    `executor` compiles pieces beside this process, on this machine or on others: any executor of
+    `concurrent.futures`, such as those of Dask, Ray or MPI. A process whose settings or versions
+    differ refuses, and what it cannot compile is compiled here. None is a pool of own workers.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that names the problem with the model or the settings.
@@ -88,7 +93,7 @@ def prepare(
             plan_digest=plan.digest,
         )
         exchange = exchange_of(ranks)
-        request = compile_request(model, config, records, examples, exchange)
+        request = compile_request(model, config, records, examples, exchange, executor)
         owned = tuple(input_buffers or {})
         policy_of = ModelPolicy(
             config, resolved, request.device, records, owned, mixed_rows_finder()

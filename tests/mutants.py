@@ -63,6 +63,8 @@ OF_CACHE, OF_DISPATCH = "tests/cache/test_", "tests/dispatch/test_"
 OF_COMPILE, OF_COMPAT = "tests/compile/test_", "tests/torch_compat/test_"
 OF_TOOLS = "tests/tools/test_"
 
+IN_WORKERS, WORKERS = "compile/backends/in_workers.py", "tests/compile/test_workers.py"
+
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
     (
@@ -544,6 +546,15 @@ MUTANTS = [
     ("torch_compat/basics/symbolic.py",
      "return decided.is_singleton() and decided.lower is sympy.true", "return True",
      f"{OF_COMPAT}symbolic.py"),
+    (IN_WORKERS, "if future.done() or silent:", "if future.done():", f"{WORKERS} -k says_nothing"),
+    (IN_WORKERS, "reversed(self._futures.items())", "tuple(self._futures.items())",
+     f"{WORKERS} -k taken_back"),
+    ("compile/backends/worker.py", "if difference := diff(machine.key.factors, own.factors):",
+     "if difference := ():", f"{WORKERS} -k refuses"),
+    ("torch_compat/basics/settings.py", "used.callback(before._set)", "pass",
+     "tests/torch_compat/test_settings.py -k for_a_while"),
+    ("torch_compat/basics/modules.py", "            tensors[name] = tensor\n", "            pass\n",
+     "tests/torch_compat/test_modules.py -k for_a_while"),
 ]  # fmt: skip
 
 

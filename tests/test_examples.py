@@ -99,6 +99,11 @@ def test_a_hugging_face_model(run):
 
 
 @pytest.mark.heavy
+def test_a_model_is_compiled_while_its_weights_load(run):
+    assert "after the weights, from the cache" in run("load_and_compile.py")
+
+
+@pytest.mark.heavy
 def test_a_container_starts_warm(run, tmp_path):
     """The image's steps: build, and start with an empty private directory."""
     layer, private = tmp_path / "image", tmp_path / "private"

@@ -37,7 +37,7 @@ RINGS = {
     "proof": Ring(1, 2, "runtime.parts.proof"),
     "workers": Ring(
         5,
-        18,
+        15,
         "compile.backends.in_workers compile.backends.schedule compile.backends.worker "
         "compile.backends.workers",
     ),

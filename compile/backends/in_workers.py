@@ -1,112 +1,166 @@
-"""Compile jobs in worker processes, the largest first, while this process compiles others.
+"""Compile jobs by an executor, the largest first; what it cannot compile is compiled here.
 
-What a worker cannot compile is compiled here. The first error stops the compilation; pieces that
-were finished before it are stored.
+Beside our own pool this process compiles, too, the smallest first. An executor of the program may
+cancel what it has begun, so all is left to it as long as it answers. The first error stops the
+compilation; pieces that were finished before it are stored.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import suppress
 from functools import cache
+from time import monotonic
 from typing import Any
+
+import torch
 
 from ...cache import Key
 from ...errors import PiecegraphError
-from ...torch_compat.compiling.piece_data import NotData, dump_piece
+from ...torch_compat.basics.settings import process_state
+from ...torch_compat.compiling.piece_data import NotData, dump_piece, dump_plain
 from ..guards.prover import Ranges
 from ..ir.compilation import PieceFn
+from ..ir.locations import first_line
 from ..passes.graph_pass import SHIPPED
 from ..pieces.piece import HANDLE
 from ..plan.split_model import SplitModel
 from .in_process import compile_here
 from .schedule import Job
 from .trace_jobs import CompiledJob, TraceJobs, plain_options
-from .worker import Compiled, Failed, Machine, Refused, Reply, Task
-from .workers import Notice, Workers
+from .worker import Compiled, Failed, Machine, Refused, Reply, Task, compile_task
 
 POLL_SECONDS = 0.1
-"""How often a wait for workers looks whether the compilation was ended."""
+"""How often a wait for replies looks whether the compilation was ended."""
+PATIENCE_SECONDS = 60.0
+"""After so long without a reply this process does what can be cancelled, one task at a time."""
+SILENT_SECONDS = 900.0
+"""After so long without a reply it does all."""
+
+
+class Submitted:
+    """Tasks that an executor has, by number of the job."""
+
+    def __init__(self, executor: Executor, tasks: Mapping[int, bytes]) -> None:
+        largest_first = sorted(tasks, key=lambda number: -len(tasks[number]))
+        self._futures: dict[int, Future[Reply]] = {
+            number: executor.submit(compile_task, tasks[number]) for number in largest_first
+        }
+        self._heard = monotonic()
+
+    def __bool__(self) -> bool:
+        return bool(self._futures)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._futures
+
+    def silent_for(self) -> float:
+        """Seconds since the last reply."""
+        return monotonic() - self._heard
+
+    def take_back(self) -> int | None:
+        """The last task that can still be cancelled: the caller does it."""
+        for number, future in reversed(self._futures.items()):
+            if future.cancel():
+                del self._futures[number]
+                return number
+        return None
+
+    def replies(self, timeout_s: float = 0.0) -> Iterator[tuple[int, Reply]]:
+        """What is finished, waiting so long for one; what will never be is Refused."""
+        wait(self._futures.values(), timeout_s, FIRST_COMPLETED)
+        silent = self.silent_for() > SILENT_SECONDS
+        for number, future in tuple(self._futures.items()):
+            if future.done() or silent:
+                self._heard = monotonic()
+                del self._futures[number]
+                yield number, _result(future)
+
+    def cancel(self) -> None:
+        for future in self._futures.values():
+            future.cancel()
+
+
+def _result(future: Future[Reply]) -> Reply:
+    try:
+        return future.result(0)
+    except TimeoutError:
+        return Refused(f"the executor said nothing for {SILENT_SECONDS:.0f} s")
+    except (Exception, CancelledError) as error:  # a worker died, or is of another version
+        return Refused(f"{type(error).__name__}: {first_line(error)}")
 
 
 class SharedJobs:
-    """Jobs of a trace by number, of which workers do some."""
+    """Jobs of a trace by number, of which an executor does some."""
 
     def __init__(
-        self, trace: TraceJobs, jobs: Mapping[int, Job], machine: Key, workers: Workers
+        self, trace: TraceJobs, jobs: Mapping[int, Job], machine: Key, executor: Executor
     ) -> None:
         self._trace = trace
         self._jobs = jobs
-        self._workers = workers
-        self._tasks: dict[int, Task] = {}
-        """Those without a reply."""
+        self._not_ours = executor is trace.request.executor
         self._here: dict[int, Job] = {}
-        """Those that no worker can do."""
+        """Those that the executor cannot do."""
         self._replies: dict[int, tuple[Compiled, bool]] = {}
         """Artifacts, and whether their guards are proved."""
-        as_machine = Machine(trace.split.config.code, trace.request.device, machine)
+        tasks = {}
+        asks = machine_of(trace.split, trace.compiler.name, trace.request.device, machine)
         for number, job in jobs.items():
             try:
-                self._tasks[number] = as_task(number, trace.split, job, as_machine)
+                tasks[number] = as_task(trace.split, job, asks)
             except NotData as error:
                 self._refused(number, str(error))
+        self._submitted = Submitted(executor, tasks)
 
     def compile(self) -> dict[int, CompiledJob]:
-        """Compile in workers and here at the same time; only in workers where this serves.
-
-        Raises PieceFailed and the errors of guards.
+        """Compile by the executor, and here at the same time if it is our own pool and this process
+        does not serve. Raises PieceFailed and the errors of guards.
         """
-        self._workers.give(sorted(self._tasks.values(), key=lambda task: -len(task.graph)))
         try:
             done = compile_here(self._trace, self._untouched())
-            while self._tasks:
+            while self._submitted:
                 self._trace.request.checkpoint()
-                self._receive(self._workers.reply(POLL_SECONDS))
+                self._receive(POLL_SECONDS)
+                if self._not_ours and self._submitted.silent_for() > PATIENCE_SECONDS:
+                    number = self._submitted.take_back()
+                    if number is not None:
+                        self._refused(number, "the executor does not answer")
+                done |= compile_here(self._trace, self._take_here())
             done |= compile_here(self._trace, self._take_here())
         except Exception:
             with suppress(PiecegraphError):  # the first error is raised
-                self._receive_all()
+                self._receive()
             raise
+        finally:
+            self._submitted.cancel()
         return done | self._loaded()
 
     def _untouched(self) -> Iterator[tuple[int, Job]]:
-        """What must be compiled here, and what no worker has begun."""
+        """What must be compiled here, and what the executor has not begun."""
         yield from self._take_here()
-        while not self._trace.request.serving and (task := self._workers.take_back()) is not None:
-            self._receive_all()
-            del self._tasks[task.number]
-            yield task.number, self._jobs[task.number]
+        while not (self._not_ours or self._trace.request.serving):
+            self._receive()
+            number = self._submitted.take_back()
+            if number is None:
+                return
+            yield number, self._jobs[number]
 
     def _take_here(self) -> Iterator[tuple[int, Job]]:
         taken, self._here = self._here, {}
         return iter(taken.items())
 
-    def _receive_all(self) -> None:
-        while (message := self._workers.reply()) is not None:
-            self._receive(message)
-
-    def _receive(self, message: Notice | tuple[Task, Reply] | None) -> None:
-        """Report a notice, or prove, record and store a result. Raises PieceFailed, GuardUnproved.
-
-        A reply to a task that another compilation gave is left out.
-        """
-        events = self._trace.request.events
-        if isinstance(message, Notice):
-            events.emit(message.event, level=logging.WARNING, **message.facts)
-            return
-        if message is None or self._tasks.get(message[0].number) is not message[0]:
-            return
-        task, reply = message
-        del self._tasks[task.number]
-        match reply:
-            case Refused():
-                self._refused(task.number, reply.reason)
-            case Failed():
-                error = self._trace.failure(self._jobs[task.number], reply.reason)
-                raise error from RuntimeError(reply.details)
-            case Compiled():
-                self._keep(task.number, reply)
+    def _receive(self, timeout_s: float = 0.0) -> None:
+        """Prove, record and store what is finished. Raises PieceFailed, GuardUnproved."""
+        for number, reply in self._submitted.replies(timeout_s):
+            match reply:
+                case Refused():
+                    self._refused(number, reply.reason)
+                case Failed():
+                    error = self._trace.failure(self._jobs[number], reply.reason)
+                    raise error from RuntimeError(reply.details)
+                case Compiled():
+                    self._keep(number, reply)
 
     def _keep(self, number: int, reply: Compiled) -> None:
         job, events = self._jobs[number], self._trace.request.events
@@ -142,21 +196,25 @@ class SharedJobs:
         self._trace.request.events.emit("compile.here", **facts)
 
 
-def as_task(
-    number: int, split: SplitModel, job: Job, machine: Machine, limits: Ranges | None = None
-) -> Task:
-    """A job, or a library for the ranges `limits`, for a worker; raises NotData."""
+def machine_of(split: SplitModel, compiler: str, device: torch.device, key: Key) -> Machine:
+    """What the code of a model is generated for."""
+    return Machine(compiler, process_state(), split.config.code, device, key)
+
+
+def as_task(split: SplitModel, job: Job, machine: Machine, limits: Ranges | None = None) -> bytes:
+    """A job, or a library for the ranges `limits`, for any process; raises NotData."""
     graph = job.unique.piece.module(split.trace.graph)
     if any(each not in SHIPPED for each in job.passes):
         raise NotData("a pass is of the program")
     if any(HANDLE in node.meta for node in graph.graph.nodes):
         raise NotData("an input may be an address")
-    return Task(
-        number=number,
-        piece=job.unique.index,
-        graph=dump_piece(graph, plain_options(split, job, machine.device)),
-        machine=machine,
-        passes=tuple(each.name for each in job.passes),
-        size=job.size,
-        limits=limits,
+    return dump_plain(
+        Task(
+            piece=job.unique.index,
+            graph=dump_piece(graph, plain_options(split, job, machine.device)),
+            machine=machine,
+            passes=tuple(each.name for each in job.passes),
+            size=job.size,
+            limits=limits,
+        )
     )

@@ -1,12 +1,13 @@
 """Compile the unique pieces of a model: run the jobs of its schedules, each only once.
 
-What is stored is loaded, the rest is compiled in worker processes and in this one.
+What is stored is loaded, the rest is compiled by an executor, if there is one, and here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ...cache import Key
@@ -17,7 +18,6 @@ from .in_process import compile_here
 from .in_workers import SharedJobs
 from .schedule import Job, schedule
 from .trace_jobs import CompiledJob, TraceJobs
-from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def compile_pieces(
     request: CompileRequest,
     splits: Sequence[SplitModel],
     compiler: Compiler,
-    workers: Workers | None = None,
+    executor: Executor | None = None,
 ) -> Compiled:
     """Load or compile the pieces of each trace of a model; equal pieces of several traces once.
 
@@ -56,7 +56,7 @@ def compile_pieces(
             ]
             new = {n: job for n, job in enumerate(plan.jobs) if names[n] not in numbers}
             trace = TraceJobs(request, split, compiler)
-            done = _compile_trace(trace, new, plan.machine, workers)
+            done = _compile_trace(trace, new, plan.machine, executor)
         for number, result in sorted(done.items()):
             numbers[names[number]] = len(compiled.results)
             compiled.results.append(result)
@@ -74,13 +74,13 @@ def compile_pieces(
 
 
 def _compile_trace(
-    trace: TraceJobs, jobs: Mapping[int, Job], machine: Key | None, workers: Workers | None
+    trace: TraceJobs, jobs: Mapping[int, Job], machine: Key | None, executor: Executor | None
 ) -> dict[int, CompiledJob]:
     """Load or compile jobs of a trace, by number."""
     stored = {number: trace.stored(job) for number, job in jobs.items()}
     results = {number: result for number, result in stored.items() if result is not None}
     missing = {number: job for number, job in jobs.items() if number not in results}
     trace.request.events.emit("compile.jobs", jobs=len(missing), stored=len(results))
-    if workers is not None and machine is not None:
-        return results | SharedJobs(trace, missing, machine, workers).compile()
+    if executor is not None and machine is not None:
+        return results | SharedJobs(trace, missing, machine, executor).compile()
     return results | compile_here(trace, iter(missing.items()))

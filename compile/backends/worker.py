@@ -1,8 +1,9 @@
-"""A worker process: compiles pieces that it reads from a pipe, and writes their artifacts to it.
+"""Compiles one piece that was sent as bytes, in any process that has this library.
 
-It is started by exec and has inherited nothing but the pipe. It has no model, no weights and no
-module of the program, and the handlers, limits and logging of a new process. It ends when the
-process that started it ends, in whatever way.
+Such a process needs no model, no weights and no module of the program. `compile_task` is what any
+executor runs. `main` is a worker process of our own pool: it was started by exec, has inherited
+nothing but a pipe, reads calls from it, and ends when the process that started it ends, in whatever
+way.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from ...cache import Key
 from ...cache.keys.key import diff
 from ...events import Events
+from ...torch_compat.basics.patch import compiler_lock
 from ...torch_compat.basics.settings import ProcessState
 from ...torch_compat.basics.symbolic import (
     Located,
@@ -53,19 +55,12 @@ ALIVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a worker needs to know once. `state` makes it equal to the process it works for."""
+class Machine:
+    """What code is generated for, and by what. `state` makes a process equal to the one that asks;
+    one whose own key still differs from `key` refuses."""
 
     compiler: str
     state: ProcessState
-    device: torch.device
-    nice: int
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What code is generated for: a worker refuses if its own key differs from `key`."""
-
     code: CodeConfig
     device: torch.device
     key: Key
@@ -75,7 +70,6 @@ class Machine:
 class Task:
     """One unique piece to compile, for one `size` if there is one."""
 
-    number: int
     piece: int
     graph: bytes
     machine: Machine
@@ -115,8 +109,35 @@ class Failed:
 Reply = Compiled | Refused | Failed
 
 
+def compile_task(data: bytes) -> Reply:
+    """Compile a pickled `Task`. Settings of torch are as before afterwards."""
+    task: Task = pickle.loads(data)
+    machine = task.machine
+    with compiler_lock(), machine.state.installed():
+        own = machine_key(machine.code, machine.device)
+        if difference := diff(machine.key.factors, own.factors):
+            return Refused("another process: " + "; ".join(map(str, difference[:3])))
+        try:
+            graph, options = load_piece(task.graph)
+        except Exception as error:  # an op that only the program registers
+            return Refused(f"{type(error).__name__}: {first_line(error)}")
+        compiler = compiler_named(machine.compiler)
+        try:
+            with compiler.session():
+                return _compile(compiler, task, graph, options)
+        except Exception as error:
+            return Failed(f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
+
+
+def get_ready(compiler: str, device: torch.device, nice: int) -> None:
+    """What a worker of our own pool does first."""
+    os.nice(nice)
+    if (first_use := compiler_named(compiler).first_use) is not None:
+        first_use(device, Events())
+
+
 def main() -> None:
-    """Work until the pipe, which is the standard input, ends."""
+    """Run calls until the pipe, which is the standard input, ends."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with suppress(OSError, ValueError):  # of the C library
             signal.signal(number, signal.SIG_DFL)
@@ -124,30 +145,32 @@ def main() -> None:
     connection = Connection(os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the compilers that it starts have no pipe
-    start: Start = pickle.loads(connection.recv_bytes())
-    os.nice(start.nice)
-    start.state.apply()
-    tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     sending = threading.Lock()
 
     def send(message: bytes) -> None:
         with sending, suppress(OSError):  # the reader notices the end
             connection.send_bytes(message)
 
-    reader = threading.Thread(target=_read, args=(connection, tasks, send), daemon=True)
+    reader = threading.Thread(target=_read, args=(connection, calls, send), daemon=True)
     reader.start()
-    with torch.inference_mode(start.state.inference):
-        compiler = compiler_named(start.compiler)
-        if compiler.first_use is not None:
-            compiler.first_use(start.device, Events())
-        send(pickle.dumps(None))
-        _work(compiler, iter(tasks.get, None), lambda reply: send(pickle.dumps(reply)))
+    for data in iter(calls.get, None):
+        send(pickle.dumps(_called(data)))
+
+
+def _called(data: bytes) -> tuple[bool, Any]:
+    """Whether a pickled call returned, and its result or why not."""
+    try:
+        fn, args = pickle.loads(data)
+        return True, fn(*args)
+    except Exception as error:
+        return False, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _read(
-    connection: Connection, tasks: queue.SimpleQueue[Task | None], send: Callable[[bytes], None]
+    connection: Connection, calls: queue.SimpleQueue[bytes | None], send: Callable[[bytes], None]
 ) -> None:
-    """Receive tasks, and end the process and its compilers when the other process ends.
+    """Receive calls, and end the process and its compilers when the other process ends.
 
     A fork of that process may keep the pipe open, so its id is watched as well.
     """
@@ -155,33 +178,12 @@ def _read(
     with suppress(EOFError, OSError):
         while os.getppid() == parent:
             if connection.poll(ALIVE_SECONDS):
-                tasks.put(pickle.loads(connection.recv_bytes()))
+                calls.put(connection.recv_bytes())
             else:
                 send(b"")
-    tasks.put(None)  # an idle worker ends by itself
+    calls.put(None)  # an idle worker ends by itself
     time.sleep(ALIVE_SECONDS)
     os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _work(compiler: Compiler, tasks: Iterator[Task], reply: Callable[[Reply], None]) -> None:
-    for machine, group in groupby(tasks, key=lambda task: task.machine):
-        own = machine_key(machine.code, machine.device)
-        difference = "; ".join(map(str, diff(machine.key.factors, own.factors)[:3]))
-        with compiler.session():
-            for task in group:
-                refused = Refused(f"another process: {difference}") if difference else None
-                reply(refused or _result(compiler, task))
-
-
-def _result(compiler: Compiler, task: Task) -> Reply:
-    try:
-        graph, options = load_piece(task.graph)
-    except Exception as error:  # an op that only the program registers
-        return Refused(f"{type(error).__name__}: {first_line(error)}")
-    try:
-        return _compile(compiler, task, graph, options)
-    except Exception as error:
-        return Failed(f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
 
 class _Values(Interpreter):

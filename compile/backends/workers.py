@@ -1,14 +1,16 @@
 """A pool of clean worker processes that generate code for unique pieces, which are data.
 
-A worker takes seconds to import Inductor, so the pool is started before the model is traced. There
-are two workers fewer than cores, for this process compiles too; where it serves, it only waits, and
-the workers have a low priority. A worker that dies is replaced, and a piece that was not compiled
-after some attempts is compiled here. TORCHINDUCTOR_COMPILE_THREADS limits the number of cores.
+It is an executor like any other of `concurrent.futures`. A worker takes seconds to import Inductor,
+so the pool is started before the model is traced. There are two workers fewer than cores, for this
+process compiles too; where it serves, it only waits, and the workers have a low priority. A worker
+that dies is replaced, and its call fails. TORCHINDUCTOR_COMPILE_THREADS limits the
+number of cores.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import queue
@@ -17,23 +19,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 from ...cache.keys.environment import child_environment
 from ...torch_compat.basics.settings import process_state
 from ...torch_compat.compiling.piece_data import NotData, dump_plain
 from ..ir.compilation import CompileRequest
 from .registry import compiler_for
-from .worker import ALIVE_SECONDS, Refused, Reply, Start, Task
+from .worker import ALIVE_SECONDS, get_ready
+
+T = TypeVar("T")
+Emit = Callable[..., None]
+"""`Events.emit`."""
 
 ATTEMPTS = 3
-"""How often a piece is given to a worker that then dies, before it is compiled here."""
+"""How many workers in turn may end before they are ready."""
 NAMED_SECONDS = 10.0
 """A worker that says nothing for so long is named in an event."""
 SILENT_SECONDS = 120.0
@@ -49,35 +56,31 @@ from {package}.compile.backends.worker import main
 main()"""
 
 
-@dataclass(frozen=True)
-class Notice:
-    """Something that the user of the pool reports as an event."""
-
-    event: str
-    facts: dict[str, Any]
-
-
 @contextmanager
-def workers_for(request: CompileRequest) -> Iterator[Workers | None]:
-    """The pool for a model that is about to be traced, or None; they end with the block."""
+def workers_for(request: CompileRequest) -> Iterator[Executor | None]:
+    """What compiles beside this process for a model that is about to be traced: the executor of
+    the program, or a pool that ends with the block; or None."""
     count = number_of_workers(request.serving)
     code = request.config.code
     compiler = compiler_for(code, request.dump_dir, request.cache, request.events)
-    if not (compiler.in_workers and count):
+    if not compiler.in_workers or not (count or request.executor):
         yield None
         return
+    if request.executor is not None:
+        yield request.executor
+        return
     try:
-        nice = NICE if request.serving else 0
-        start = dump_plain(Start(compiler.name, process_state(), request.device, nice))
+        dump_plain(process_state())
     except NotData as error:  # a setting of torch is an object of the program
         request.events.emit("workers.none", reason=str(error))
         yield None
         return
-    workers = Workers(count, start, command())
+    ready = partial(get_ready, compiler.name, request.device, NICE if request.serving else 0)
+    workers = Workers(count, ready, command(), request.events.emit)
     try:
         yield workers
     finally:
-        workers.close()
+        workers.shutdown(wait=False)
 
 
 def number_of_workers(serving: bool) -> int:
@@ -99,102 +102,98 @@ def command() -> list[str]:
     return [sys.executable, "-c", BOOT.format(package=PACKAGE), places]
 
 
-class Workers:
-    """Worker processes, each fed by a thread. Give tasks, then read the replies of all of them."""
+class Workers(Executor):
+    """Worker processes, each fed by a thread.
 
-    def __init__(self, count: int, start: bytes, command: Sequence[str]) -> None:
-        """`count` processes run `command`, are sent `start`, and say when they are ready."""
-        self._start = start
+    A call that raised, or that no worker could finish, ends with RuntimeError. `emit` is told of
+    workers that died or say nothing.
+    """
+
+    def __init__(
+        self, count: int, ready: Callable[[], None], command: Sequence[str], emit: Emit
+    ) -> None:
+        """`count` processes run `command`, and call `ready` first."""
         self._command = command
         self._environment = child_environment(**{THREADS: "1"})
-        self._waiting: deque[Task] = deque()
-        self._attempts: dict[int, int] = {}
-        self._changed = threading.Condition()
-        self._replies: queue.SimpleQueue[Notice | tuple[Task, Reply]] = queue.SimpleQueue()
+        self._ready = pickle.dumps((ready, ()))
+        self._emit = emit
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._closed = False
         self._closing, self._close = Pipe(duplex=False)
         """A thread that waits for a worker is woken when the pool is closed."""
-        self._alive = count
         self.processes: list[int] = []
         """Of the workers that run now."""
-        for _ in range(count):
-            threading.Thread(target=self._feed, name="piecegraph-worker", daemon=True).start()
+        threads = [
+            threading.Thread(target=self._feed, name="piecegraph-worker", daemon=True)
+            for _ in range(count)
+        ]
+        self._threads = list(threads)
+        for thread in threads:
+            thread.start()
 
-    def give(self, tasks: list[Task]) -> None:
-        """Let workers begin with these, in their order. Replaces tasks that wait."""
-        with self._changed:
-            self._waiting = deque(tasks)
-            self._attempts = {task.number: 0 for task in tasks}
-            self._changed.notify_all()
-            if not self._alive:
-                self._give_up()
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Call `fn(*args)`, both pickled, in the next worker that is free."""
+        call = _Call(pickle.dumps((partial(fn, **kwargs), args)))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._calls.put(call)
+            if not self._threads:
+                self._give_up("no worker can be started")
+        return call.future
 
-    def take_back(self) -> Task | None:
-        """The next task that no worker has begun: the caller does it."""
-        with self._changed:
-            return self._waiting.popleft() if self._waiting else None
-
-    def reply(self, timeout_s: float = 0.0) -> Notice | tuple[Task, Reply] | None:
-        """The next reply to a task, or notice; None if there is none in this time."""
-        with suppress(queue.Empty):
-            return self._replies.get(timeout=timeout_s)
-        return None
-
-    def close(self) -> None:
-        """End the processes now and leave out what was not compiled. Idempotent."""
-        with self._changed:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
+        """End the processes now; calls that are not finished fail. Idempotent."""
+        with self._lock:
             self._closed = True
             self._close.close()
-            self._waiting.clear()
-            self._changed.notify_all()
-
-    def _next(self) -> Task | None:
-        """Wait for a task; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._waiting)
-            return None if self._closed else self._waiting.popleft()
+            self._give_up("the pool is closed")
+            threads = tuple(self._threads)
+        for _ in threads:
+            self._calls.put(None)
+        for thread in threads if wait else ():
+            thread.join()
 
     def _feed(self) -> None:
-        """Give tasks to one worker after the other, until none can be started or the end."""
+        """Give calls to one worker after the other, until none can be started or the end."""
         failures = 0
         while failures < ATTEMPTS and not self._closed:
-            task = None
+            call: _Call | None = None
             try:
                 with self._process() as worker:
-                    self._wait(worker, "starting")
+                    returned, reason = pickle.loads(self._wait(worker, "starting"))
+                    if not returned:
+                        raise EOFError(reason)
                     failures = 0
-                    while (task := self._next()) is not None:
-                        worker.connection.send_bytes(pickle.dumps(task))
-                        reply: Reply = pickle.loads(self._wait(worker, f"piece {task.piece}"))
-                        self._replies.put((task, reply))
-                        task = None
+                    while (call := self._calls.get()) is not None:
+                        if call.future.set_running_or_notify_cancel():
+                            worker.connection.send_bytes(call.data)
+                            call.end(*pickle.loads(self._wait(worker, "working")))
+                        call = None
                     worker.end()
             except (OSError, EOFError, pickle.UnpicklingError) as error:
                 failures += 1
-                self._report("worker.lost", reason=f"{type(error).__name__}: {error}")
-                if task is not None:
-                    self._lost(task)
-        with self._changed:
-            self._alive -= 1
-            if not self._alive:
-                self._give_up()
+                reason = f"{type(error).__name__}: {error}"
+                self._report("worker.lost", reason=reason)
+                if call is not None:
+                    call.end(False, reason)
+        with self._lock:
+            self._threads.remove(threading.current_thread())
+            if not self._threads:
+                self._give_up("no worker can be started")
 
-    def _lost(self, task: Task) -> None:
-        with self._changed:
-            attempts = self._attempts[task.number] = self._attempts.get(task.number, 0) + 1
-            if attempts < ATTEMPTS and not self._closed:
-                self._waiting.appendleft(task)
-                self._changed.notify()
-            else:
-                self._replies.put((task, Refused(f"{attempts} workers died of it")))
-
-    def _give_up(self) -> None:
-        while self._waiting:
-            self._replies.put((self._waiting.popleft(), Refused("no worker can be started")))
+    def _give_up(self, reason: str) -> None:
+        """End the calls that wait."""
+        with suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None and call.future.set_running_or_notify_cancel():
+                    call.end(False, reason)
 
     def _report(self, event: str, **facts: Any) -> None:
         if not self._closed:
-            self._replies.put(Notice(event, facts))
+            self._emit(event, level=logging.WARNING, **facts)
 
     @contextmanager
     def _process(self) -> Iterator[_Process]:
@@ -215,7 +214,7 @@ class Workers:
                 )
             self.processes.append(process.pid)
             try:
-                ours.send_bytes(self._start)
+                ours.send_bytes(self._ready)
                 yield _Process(process, ours)
             except (OSError, EOFError) as error:
                 written.seek(0)
@@ -244,10 +243,21 @@ class Workers:
                 raise TimeoutError(f"worker {worker.process.pid} is silent for {silent:.0f} s")
             if silent > NAMED_SECONDS and not named:
                 named = True
-                self._report(
-                    "worker.silent", worker=worker.process.pid, phase=phase, seconds=silent
-                )
+                worker_id = worker.process.pid
+                self._report("worker.silent", worker=worker_id, phase=phase, seconds=silent)
         raise EOFError("the pool is closed")
+
+
+@dataclass(frozen=True)
+class _Call:
+    data: bytes
+    future: Future[Any] = field(default_factory=Future)
+
+    def end(self, returned: bool, result: Any) -> None:
+        if returned:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(RuntimeError(result))
 
 
 @dataclass(frozen=True)

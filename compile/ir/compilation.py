@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +163,8 @@ class CompileRequest:
     records: CompileRecords = field(default_factory=CompileRecords)
     dump_dir: Path | None = None
     """Where readable graphs and generated code are written."""
+    executor: Executor | None = None
+    """What compiles pieces beside this process; None is a pool of our own."""
     needs_bundle: bool = False
     """Whether a start without a bundle is an error."""
     serving: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Executor
 
 import torch
 
@@ -21,10 +22,11 @@ def compile_request(
     records: Records,
     examples: ExampleArguments | None,
     exchange: Exchange | None = None,
+    executor: Executor | None = None,
 ) -> CompileRequest:
     """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
 
-    Raises InvalidSetting for what is no model.
+    Raises InvalidSetting for what is no model, and no executor.
     """
     if not isinstance(model, torch.nn.Module):
         raise InvalidSetting(
@@ -32,6 +34,13 @@ def compile_request(
             value=model,
             reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
             expected="an instance of torch.nn.Module, and for a function one that calls it",
+        )
+    if not (executor is None or isinstance(executor, Executor)):
+        raise InvalidSetting(
+            name="executor",
+            value=executor,
+            reason="it is no concurrent.futures.Executor",
+            expected="an object whose submit(fn, *args) returns a concurrent.futures.Future",
         )
     model = original_module(model)
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
@@ -41,7 +50,7 @@ def compile_request(
             name="model",
             value=type(model).__name__,
             reason="its weights are on the meta device, where they have no values",
-            expected="a model with weights: model.to_empty(device=...), then load_state_dict",
+            expected="a loaded model, or for compile_ahead the device that its weights will be on",
         )
     return CompileRequest(
         model,
@@ -53,5 +62,6 @@ def compile_request(
         exchange=exchange,
         records=records.compile,
         dump_dir=config.codegen.dump_dir,
+        executor=executor,
         needs_bundle=config.bundle is BundleUse.FORCE,
     )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,17 +24,25 @@ from torch import nn
 from piecegraph import compile_ahead
 from piecegraph.cache import Cache
 from piecegraph.compile import ahead
-from piecegraph.compile.backends import inductor
+from piecegraph.compile.backends import in_workers, inductor
 from piecegraph.compile.backends import workers as pool
-from piecegraph.compile.backends.worker import Failed, Machine, Refused, Start, Task
-from piecegraph.compile.backends.workers import Notice, Workers, command, number_of_workers
+from piecegraph.compile.backends.in_workers import Submitted, machine_of
+from piecegraph.compile.backends.worker import (
+    Compiled,
+    Failed,
+    Refused,
+    Reply,
+    Task,
+    compile_task,
+    get_ready,
+)
+from piecegraph.compile.backends.workers import Workers, command, number_of_workers
 from piecegraph.compile.bundle.key_factors import machine_key
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
 from piecegraph.compile.ir.compilation import KERNEL, CompileRequest
 from piecegraph.compile.plan.split_model import SplitModel, split_model
 from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
-from piecegraph.torch_compat.basics.settings import process_state
 from piecegraph.torch_compat.compiling.piece_data import NotData, dump_piece, dump_plain
 from piecegraph.torch_compat.tracing.dynamo import reasoning_about_sizes
 
@@ -45,37 +55,33 @@ pytestmark = pytest.mark.compile
 STUB = [sys.executable, str(Path(__file__).with_name("stub_worker.py"))]
 
 
-@pytest.fixture
-def stubs() -> Iterator[Callable[..., Workers]]:
-    """`stubs(count, program)`: a pool of workers without torch, which ends with the test."""
-    made: list[Workers] = []
+class Pool(Workers):
+    """Workers of which `ask` submits a question that `stub_worker` answers."""
 
-    def make(count: int = 1, program: list[str] = STUB) -> Workers:
-        made.append(Workers(count, b"", program))
+    def __init__(self, count: int = 1, program: list[str] = STUB) -> None:
+        self.events = Events()
+        super().__init__(count, print, program, self.events.emit)
+
+    def ask(self, *questions: str) -> list[Future[Any]]:
+        return [self.submit(print, each) for each in questions]
+
+    def lost(self) -> list[str]:
+        return [event.facts["reason"] for event in self.events.named("worker.lost")]
+
+
+@pytest.fixture
+def stubs() -> Iterator[Callable[..., Pool]]:
+    """`stubs(count, program)`: a pool of workers without torch, which ends with the test."""
+    made: list[Pool] = []
+
+    def make(*args: Any) -> Pool:
+        made.append(Pool(*args))
         return made[-1]
 
     yield make
     for each in made:
-        each.close()
-    while any(each.processes for each in made):
-        time.sleep(0.01)
-
-
-def tasks(*pieces: str) -> list[Any]:
-    return [SimpleNamespace(number=n, piece=piece, graph=b"") for n, piece in enumerate(pieces)]
-
-
-def replies(workers: Workers, count: int) -> tuple[dict[int, Any], list[Notice]]:
-    """That many replies by number of the task, and the notices before the last of them."""
-    done: dict[int, Any] = {}
-    notices: list[Notice] = []
-    while len(done) < count:
-        message = workers.reply(60.0)
-        if isinstance(message, Notice):
-            notices.append(message)
-        elif message is not None:
-            done[message[0].number] = message[1]
-    return done, notices
+        each.shutdown()
+        assert not each.processes
 
 
 def test_a_worker_has_nothing_open_but_its_pipe(stubs, tmp_path):
@@ -83,10 +89,8 @@ def test_a_worker_has_nothing_open_but_its_pipe(stubs, tmp_path):
         for each in (server.fileno(), log.fileno()):
             os.set_inheritable(each, True)
         workers = stubs()
-        workers.give(tasks("descriptors"))
-        done, _ = replies(workers, 1)
+        *standard, count = workers.ask("descriptors")[0].result(60)
         port = server.getsockname()[1]
-    *standard, count = done[0]
     assert standard[0] == "/dev/null"
     assert standard[1].endswith("(deleted)")  # of its standard error
     assert standard[2].startswith("socket:")
@@ -95,94 +99,93 @@ def test_a_worker_has_nothing_open_but_its_pipe(stubs, tmp_path):
         assert workers.processes
 
 
-def test_each_task_has_a_reply_though_thirty_workers_are_killed(stubs, monkeypatch):
-    monkeypatch.setattr(pool, "ATTEMPTS", 100)
+def test_each_call_ends_though_thirty_workers_are_killed(stubs):
     workers, killed = stubs(2), set[int]()
-    workers.give(tasks(*["work"] * 20))
-    done, lost = dict[int, Any](), 0
-    while len(done) < 20 or lost < 30:
-        for process in set(workers.processes) - killed if len(killed) < 30 else ():
+    while len(killed) < 30:
+        calls = workers.ask(*["work"] * 4)
+        wait(calls[:1], 60)
+        for process in set(workers.processes) - killed:
             killed.add(process)
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        message = workers.reply(0.05)
-        if isinstance(message, Notice):
-            lost += message.event == "worker.lost"
-        elif message is not None:
-            done[message[0].number] = message[1]
-    assert sorted(done) == list(range(20))
-    assert len(killed) >= 30
+        _, pending = wait(calls, 60)
+        assert not pending
+    assert workers.ask("work")[0].result(60)
 
 
-def test_a_task_of_which_workers_die_is_given_back_and_named(stubs):
+def test_the_call_of_a_worker_that_dies_fails_and_the_next_is_done(stubs):
     workers = stubs()
-    workers.give(tasks("die"))
-    done, notices = replies(workers, 1)
-    assert done[0] == Refused("3 workers died of it")
-    assert [notice.event for notice in notices] == ["worker.lost"] * 3
+    died, done = workers.ask("die", "work")
+    assert isinstance(died.exception(60), RuntimeError)
+    assert done.result(60)
+    assert len(workers.lost()) == 1
 
 
 def test_the_error_of_a_worker_that_cannot_start_is_quoted(stubs):
     workers = stubs(1, [sys.executable, "-c", "import no_such_module"])
-    workers.give(tasks("work"))
-    _, notices = replies(workers, 1)
+    with pytest.raises(RuntimeError, match="no worker can be started"):
+        workers.ask("work")[0].result(60)
     reason = "EOFError: the worker has ended: ModuleNotFoundError: No module named 'no_such_module'"
-    assert [notice.facts["reason"] for notice in notices] == [reason] * 3
+    assert workers.lost() == [reason] * 3
 
 
 def test_a_silent_worker_is_named_and_replaced(stubs, monkeypatch):
     monkeypatch.setattr(pool, "ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(pool, "NAMED_SECONDS", 0.1)
     monkeypatch.setattr(pool, "SILENT_SECONDS", 4.0)
-    monkeypatch.setattr(pool, "ATTEMPTS", 1)
     workers = stubs()
-    workers.give(tasks("stop"))
-    done, notices = replies(workers, 1)
-    assert isinstance(done[0], Refused)
-    assert ("worker.silent", "piece stop") in [
-        (notice.event, notice.facts.get("phase")) for notice in notices
-    ]
+    stopped, done = workers.ask("stop", "work")
+    with pytest.raises(RuntimeError, match="is silent for"):
+        stopped.result(60)
+    assert done.result(60)
+    assert "working" in [e.facts["phase"] for e in workers.events.named("worker.silent")]
 
 
-def test_what_cannot_be_started_gives_every_task_back(stubs):
+def test_what_cannot_be_started_fails_every_call(stubs):
     workers = stubs(2, ["/nonexistent/python"])
-    workers.give(tasks("work", "work"))
-    done, _ = replies(workers, 2)
-    assert set(done.values()) == {Refused("no worker can be started")}
-    workers.give(tasks("work"))
-    assert replies(workers, 1)[0] == {0: Refused("no worker can be started")}
+    for calls in (workers.ask("work", "work"), workers.ask("work")):
+        for call in calls:
+            with pytest.raises(RuntimeError, match="no worker can be started"):
+                call.result(60)
 
 
 def test_what_no_worker_has_begun_can_be_taken_back(stubs):
     workers = stubs(1, [sys.executable, "-c", "import time; time.sleep(60)"])
-    first, second = given = tasks("work", "work")
-    workers.give(given)
-    assert workers.take_back() is first
-    assert workers.take_back() is second
-    assert workers.take_back() is None
+    submitted = Submitted(Asking(workers), {1: b"work", 3: b"more work", 2: b"some"})
+    assert [submitted.take_back() for _ in range(4)] == [2, 1, 3, None]
 
 
-def test_closing_ends_the_processes(stubs):
-    workers = stubs(2)
-    workers.give(tasks("work", "work"))
-    replies(workers, 2)
-    started = list(workers.processes)
-    workers.close()
-    while workers.processes:
-        time.sleep(0.01)
-    assert not [each for each in started if Path(f"/proc/{each}").exists()]
+def test_an_executor_that_says_nothing_loses_its_tasks(stubs, monkeypatch):
+    monkeypatch.setattr(in_workers, "SILENT_SECONDS", 0.2)
+    submitted, said = Submitted(Asking(stubs()), {1: b"stop"}), list[Any]()
+    while submitted:
+        said += submitted.replies(0.05)
+    assert said == [(1, Refused("the executor said nothing for 0 s"))]
 
 
-def test_closing_wakes_who_waits_for_a_busy_worker(stubs, monkeypatch):
+class Asking(Executor):
+    """Asks a pool what a task says."""
+
+    def __init__(self, workers: Pool) -> None:
+        self.submit = lambda fn, data: workers.ask(data.decode())[0]  # type: ignore[method-assign]
+
+
+def test_closing_ends_processes_and_calls(stubs, monkeypatch):
     monkeypatch.setattr(pool, "ALIVE_SECONDS", 600.0)
-    workers = stubs()
-    workers.give(tasks("stop"))
-    while workers.take_back() is not None or not workers.processes:
-        workers.give(tasks("stop"))
-        time.sleep(0.05)
-    workers.close()
-    while workers.processes:
+    workers = stubs(2)
+    for done in workers.ask("work", "work"):
+        done.result(60)
+    started = list(workers.processes)
+    stopped, *waiting = workers.ask("stop", "stop", "work", "work")
+    while not stopped.running():
         time.sleep(0.01)
+    workers.shutdown()
+    assert not [each for each in started if Path(f"/proc/{each}").exists()]
+    for call in (stopped, *waiting):
+        with pytest.raises(RuntimeError, match="closed"):
+            call.result(60)
+    with pytest.raises(RuntimeError, match="closed"):
+        workers.ask("work")
 
 
 @pytest.mark.parametrize(
@@ -224,25 +227,23 @@ def real() -> Iterator[tuple[Workers, SplitModel]]:
     """One worker, and a model whose first piece is of torch's ops; the second is not."""
     config, events = compile_config(Config(inputs=X, splitting_ops=MIX)), Events()
     request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
-    start = dump_plain(Start("inductor", process_state(), CPU, nice=3))
-    workers = Workers(1, start, command())
+    workers = Workers(1, partial(get_ready, "inductor", CPU, 3), command(), events.emit)
     yield workers, split_model(trace_with_guards(request), events)[0]
-    workers.close()
-    while workers.processes:
-        time.sleep(0.01)
+    workers.shutdown()
 
 
-def task_of(split: SplitModel, index: int, **changes: Any) -> Task:
+def reply_of(workers: Executor, split: SplitModel, index: int, **changes: Any) -> Reply:
     code = split.config.code
     graph = split.unique[index].piece.module(split.trace.graph)
-    machine = Machine(code, CPU, machine_key(code, CPU))
-    return replace(Task(0, index, dump_piece(graph, {}), machine, ()), **changes)
+    machine = machine_of(split, "inductor", CPU, machine_key(code, CPU))
+    task = replace(Task(index, dump_piece(graph, {}), machine, ()), **changes)
+    return workers.submit(compile_task, dump_plain(task)).result(120)
 
 
 def test_code_of_a_worker_equals_that_of_this_process(real):
     workers, split = real
-    workers.give([task_of(split, 0)])
-    blobs = replies(workers, 1)[0][0].blobs
+    reply = reply_of(workers, split, 0)
+    assert isinstance(reply, Compiled)
     piece = split.unique[0].piece
     with (
         inductor.compiling(),
@@ -250,7 +251,7 @@ def test_code_of_a_worker_equals_that_of_this_process(real):
     ):
         graph = piece.module(split.trace.graph)
         _, expected = inductor.compile_piece(graph, piece.example_values(), {})()
-    assert blobs.keys() == expected.keys()
+    assert reply.blobs.keys() == expected.keys()
     # a kernel is named by its source; the linker writes the folder of the compile into it
     assert any(name.startswith(KERNEL) for name in expected)
 
@@ -276,42 +277,33 @@ def test_libraries_are_built_by_workers_and_the_rest_here(monkeypatch, tmp_path)
 
 @pytest.mark.heavy
 def test_a_library_that_a_worker_cannot_build_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(ahead, "workers_for", lambda request: nullcontext(Failing()))
     config, events = Config(inputs=X, splitting_ops=MIX, cache_dir=tmp_path), Events()
-    assert not compile_ahead(Ops(), config, events=events)
+    assert not compile_ahead(Ops(), config, events=events, executor=Failing())
     (failed,) = events.named("compile.library_failed")
     assert failed.facts["piece"] == 0
     assert "no such thing" in failed.facts["reason"]
 
 
-class Failing:
-    """A pool that compiles no piece, and fails at libraries."""
+class Failing(Executor):
+    """Compiles no piece, and fails at libraries."""
 
-    def give(self, given: list[Task]) -> None:
-        self.given = given
-
-    def take_back(self) -> None:
-        return None
-
-    def reply(self, timeout_s: float = 0.0) -> Any:
-        if not self.given:
-            return None
-        task = self.given.pop()
+    def submit(self, fn: Any, data: bytes) -> Future[Any]:  # type: ignore[override]
+        future, task = Future[Any](), pickle.loads(data)
         failed = Failed("TypeError: no such thing", "")
-        return task, Refused("a test") if task.limits is None or task.piece else failed
+        future.set_result(Refused("a test") if task.limits is None or task.piece else failed)
+        return future
 
 
 @pytest.mark.heavy
 def test_a_worker_refuses_what_only_the_program_has(real):
     workers, split = real
-    other = task_of(split, 0).machine
-    key = other.key.extended({"settings": "of another process"})
-    workers.give([task_of(split, 1)])
-    refused = replies(workers, 1)[0][0]
+    refused = reply_of(workers, split, 1)
     assert isinstance(refused, Refused)
     assert "turn" in refused.reason
-    workers.give([task_of(split, 0, machine=replace(other, key=key))])
-    refused = replies(workers, 1)[0][0]
+    key = machine_key(split.config.code, CPU).extended({"settings": "of another process"})
+    asks = replace(machine_of(split, "inductor", CPU, key))
+    refused = reply_of(workers, split, 0, machine=asks)
+    assert isinstance(refused, Refused)
     assert "settings" in refused.reason
     with pytest.raises(NotData, match="test_workers.Ops is of the program"):
         dump_plain([Ops])
@@ -320,8 +312,7 @@ def test_a_worker_refuses_what_only_the_program_has(real):
 @pytest.mark.heavy
 def test_a_worker_has_handlers_and_priority_of_its_own(real):
     workers, split = real
-    workers.give([task_of(split, 1)])
-    replies(workers, 1)
+    reply_of(workers, split, 1)
     (process,) = workers.processes
     status = Path(f"/proc/{process}/status").read_text()
     blocked, ignored, caught = (
@@ -340,8 +331,7 @@ def test_an_error_of_the_compiler_is_final_and_has_its_traceback(real):
     workers, split = real
     graph = split.unique[0].piece.module(split.trace.graph)
     data = dump_piece(graph, {"no_such_option": 1})
-    workers.give([task_of(split, 0, graph=data)])
-    failed = replies(workers, 1)[0][0]
+    failed = reply_of(workers, split, 0, graph=data)
     assert isinstance(failed, Failed)
     assert "no_such_option" in failed.reason
     assert "Traceback" in failed.details
@@ -373,13 +363,13 @@ ENDS = {
 }
 PROGRAM = """
 import os, signal, sys, threading, time
+from functools import partial
 import torch
-from piecegraph.compile.backends.worker import Start
+from piecegraph.compile.backends.worker import get_ready
 from piecegraph.compile.backends.workers import Workers, command
-from piecegraph.torch_compat.basics.settings import process_state
-from piecegraph.torch_compat.compiling.piece_data import dump_plain
-start = dump_plain(Start("inductor", process_state(), torch.device("cpu"), 0))
-workers = Workers(1, start, command())
+from piecegraph.events import Events
+ready = partial(get_ready, "inductor", torch.device("cpu"), 0)
+workers = Workers(1, ready, command(), Events().emit)
 while not workers.processes:
     time.sleep(0.01)
 if sys.argv[1] == "ready":

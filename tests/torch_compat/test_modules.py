@@ -77,3 +77,26 @@ def test_module_inside_a_compiled_one():
     module = nn.Linear(2, 2)
     assert modules.original_module(module) is module
     assert modules.original_module(torch.compile(module)) is module
+
+
+def test_weights_on_the_meta_device_have_memory_for_a_while():
+    class Kept(torch.nn.Parameter):
+        pass
+
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    model[0].bias = Kept(model[0].bias.detach(), requires_grad=False)
+    model[0].bias.loader = "a loader"
+    model.tied = model[0].weight
+    model[1].running_mean = torch.ones(4)
+    before = model.state_dict(keep_vars=True)
+    with modules.allocated(model, torch.device("cpu")):
+        forms = {name: (each.shape, each.device.type) for name, each in model.state_dict().items()}
+        assert forms == {name: (each.shape, "cpu") for name, each in before.items()}
+        assert model.tied is model[0].weight
+        assert type(model[0].bias) is Kept
+        assert model[0].bias.loader == "a loader"
+        assert not model[0].bias.requires_grad
+        assert model[1].running_mean is before["1.running_mean"]
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is before[name] for name in before)

@@ -123,7 +123,7 @@ def test_is_settings_of_torch():
     assert not settings.is_settings(torch)
 
 
-def test_the_state_of_a_process_can_be_set_again():
+def test_the_state_of_a_process_can_be_set_in_another_for_a_while():
     import torch._inductor.config as inductor_config
 
     before = settings.process_state()
@@ -135,11 +135,15 @@ def test_the_state_of_a_process_can_be_set_again():
         torch.use_deterministic_algorithms(True, warn_only=True)
         with inductor_config.patch({"cpp.simdlen": 8}):
             state = settings.process_state()
-        before.apply()
-        assert settings.process_state() == before
-        state.apply()
-        assert settings.process_state() == state
-        assert inductor_config.cpp.simdlen == 8
+        with before.installed():
+            assert settings.process_state() == before
+        here = settings.process_state()
+        with state.installed():
+            assert settings.process_state() == state
+            assert inductor_config.cpp.simdlen == 8
+        assert settings.process_state() == here
     finally:
-        inductor_config.cpp.simdlen = None
-        before.apply()
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(before.dtype)
+        torch.set_float32_matmul_precision(before.precision)
+        torch.use_deterministic_algorithms(False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -45,6 +46,39 @@ def original_module(model: torch.nn.Module) -> torch.nn.Module:
     """The module inside one that `torch.compile` returned; else `model`."""
     inner = vars(model).get("_modules", {}).get("_orig_mod")
     return model if inner is None else inner
+
+
+@contextmanager
+def allocated(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Give the parameters and buffers of `model` that are on the meta device memory on `device`,
+    without values, until the block ends. On a CPU what is not written costs no memory."""
+    made: dict[int, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+
+    def given(tensor: torch.Tensor) -> torch.Tensor:
+        memory = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        result: torch.Tensor = torch.Tensor._make_subclass(
+            type(tensor), memory, tensor.requires_grad
+        )
+        vars(result).update(vars(tensor))
+        return result
+
+    try:
+        for module in model.modules():
+            holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in holders:
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        before.append((tensors, name, tensor))
+                        if id(tensor) not in made:
+                            made[id(tensor)] = given(tensor)
+                        tensors[name] = made[id(tensor)]
+        yield
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
 
 
 def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,21 @@ class ProcessState:
     """Whether algorithms must be deterministic, and whether others only warn."""
     inference: bool
 
-    def apply(self) -> None:
-        """Set it in this process, inference mode apart."""
-        for name, value in self.settings.items():
-            (owner,) = (each for each in _SHAPE_CODE if name.startswith(f"{each}."))
-            setattr(importlib.import_module(owner), name.removeprefix(f"{owner}."), value)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Set it in this process, and in this thread, until the block ends."""
+        before = process_state()
+        with ExitStack() as used:
+            used.callback(before._set)
+            for name, value in self.settings.items():
+                (owner,) = (each for each in _SHAPE_CODE if name.startswith(f"{each}."))
+                settings: Any = importlib.import_module(owner)
+                used.enter_context(settings.patch(name.removeprefix(f"{owner}."), value))
+            self._set()
+            used.enter_context(torch.inference_mode(self.inference))
+            yield
+
+    def _set(self) -> None:
         torch.set_num_threads(self.num_threads)
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)

@@ -1,0 +1,123 @@
+"""Pieces are compiled by Dask, Ray and processes: `make farm-test`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import distributed
+import pytest
+import ray
+import torch
+
+from piecegraph import Batch, Config, Events, compile_ahead, prepare
+from piecegraph.cache.inspection import manifests
+from tests.compile import ops as _registers  # noqa: F401
+from tests.compile.models import MIX, Stack, X
+
+Farm = Callable[[int], Any]
+
+
+class OnRay(Executor):
+    """Each call is a task of Ray, as docs/starts.md has it."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = ray.remote(fn).remote(*args, **kwargs).future()
+        return future
+
+
+@contextmanager
+def on_ray(count: int) -> Iterator[Executor]:
+    ray.init(num_cpus=count, include_dashboard=False, log_to_driver=False)
+    try:
+        yield OnRay()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def on_dask(count: int) -> Iterator[Executor]:
+    settings = {"n_workers": count, "threads_per_worker": 1, "dashboard_address": None}
+    with distributed.LocalCluster(**settings) as on, distributed.Client(on) as client:
+        yield client.get_executor()
+
+
+@contextmanager
+def in_processes(count: int) -> Iterator[Executor]:
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+def start(folder: Path, executor: Executor | None = None) -> tuple[Any, Events]:
+    """A start of a model of several sizes, each with code of its own."""
+    torch.manual_seed(0)
+    model, events = Stack(2).eval(), Events()
+    settings = Config(
+        inputs=X, splitting_ops=MIX, max_num_tokens=8, level=3, codegen={"sizes": (2,)},
+        cache_dir=folder, graph_mode="NONE",
+    )  # fmt: skip
+    served = prepare(model, settings, events=events, executor=executor)
+    for size in (1, 2, 8):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(served(x, batch=Batch(size, 1)), model(x))
+    served.close()
+    return settings, events
+
+
+def entries(folder: Path) -> set[tuple[str, str, tuple[str, ...]]]:
+    """Kind, key and names of blobs of all that a cache holds; a kernel is named by its source."""
+    held = (manifest for manifest, _ in manifests(folder))
+    return {(each.kind, each.key.digest, tuple(sorted(each.blobs))) for each in held}
+
+
+@pytest.mark.parametrize("farm", [on_dask, on_ray, in_processes])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_bundle_is_the_one_that_this_process_alone_makes(farm, count, tmp_path):
+    _, alone = start(tmp_path / "alone")
+    with farm(count) as executor:
+        _, shared = start(tmp_path / "shared", executor)
+    ends = [event.facts for event in shared.named("compile.end")]
+    assert any(facts.get("by") == "worker" for facts in ends)
+    assert shared.counters["inductor_compiles"] == alone.counters["inductor_compiles"]
+    assert entries(tmp_path / "shared") == entries(tmp_path / "alone")
+    _, warm = start(tmp_path / "shared")
+    assert warm.counters["inductor_compiles"] == 0
+
+
+def test_a_worker_that_is_killed_costs_time_only(tmp_path):
+    """The executor of processes is broken by it, and all that it has is compiled here."""
+    with in_processes(1) as executor:
+        worker = executor.submit(os.getpid).result(60)
+        Timer(5.0, partial(os.kill, worker, signal.SIGKILL)).start()
+        _, events = start(tmp_path, executor)
+    reasons = [event.facts["reason"] for event in events.named("compile.here")]
+    assert any("terminated abruptly" in reason for reason in reasons)
+    _, warm = start(tmp_path)
+    assert warm.counters["inductor_compiles"] == 0
+
+
+def of_another_version() -> None:
+    torch.__version__ = "2.11.0"
+
+
+def test_a_worker_of_another_torch_is_refused_by_name(tmp_path):
+    with ProcessPoolExecutor(1, get_context("spawn"), of_another_version) as executor:
+        _, events = start(tmp_path, executor)
+    reasons = {event.facts["reason"] for event in events.named("compile.here")}
+    assert any("2.11.0" in reason for reason in reasons), reasons
+
+
+def test_libraries_are_built_by_a_farm(tmp_path):
+    with in_processes(2) as executor:
+        settings, _ = start(tmp_path, executor)
+        assert compile_ahead(Stack(2).eval(), settings, executor=executor)
+    _, warm = start(tmp_path)
+    assert [span for span in warm.spans if span.name == "bundle.libraries"]
