@@ -100,10 +100,11 @@ class UnknownSetting(InvalidSetting):
 
 
 class FullModeUnsupported(DispatchError):
-    what = "graph mode FULL was requested, but attention group {group!r} can never be captured"
+    what = "graph mode FULL was requested, but {group} can never be captured"
     todo = (
         "Choose PIECEWISE, which runs attention between the graphs, or NONE. If its ops read what "
-        "changes between steps from tensors at fixed addresses, set attention.support."
+        "changes between steps from tensors at fixed addresses, or the model has no attention and "
+        "needs no splitting, set attention={{'support': 'ALWAYS'}}."
     )
 
 

@@ -26,7 +26,7 @@ from ..torch_compat.basics.tensors import (
 from .held_values import HeldValues
 from .ir.compilation import CompileRequest
 from .ir.config import TOKENS, CompileConfig
-from .ir.locations import first_line
+from .ir.locations import error_line, first_line
 from .ir.ops import FakeWrites
 from .ir.plan import (
     CompiledRange,
@@ -200,7 +200,8 @@ def _fake_result(
                 result = model(*args, **kwargs)
             return result, [writes.include(tensor) for tensor in inputs]
     except Exception as error:
-        raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
+        reason = f"at {sizes} it raises {type(error).__name__}: {first_line(error)}"
+        raise ResultFormUnknown(where=error_line(error), reason=reason) from error
 
 
 def _size_uses(request: CompileRequest, examples: Examples) -> Iterator[SizeUse]:

@@ -17,6 +17,10 @@ LEVEL_MODES = (
 """The graph modes of O0 to O3, for settings that leave it out. O3 also autotunes compile sizes."""
 
 
+UNDECLARED = "attention, for which attention.support is not set,"
+"""The name of the attention group of a model of which nothing is declared."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModeChange:
     """One step of a resolution; `before` is None if no mode was requested."""
@@ -86,10 +90,11 @@ def _lower_modes(
     group = min(support, key=lambda name: support[name], default="")
     least = support[group] if support else AttentionSupport.ALWAYS
     if mode.decode is RuntimeMode.FULL and least is not AttentionSupport.ALWAYS:
-        can = f"attention group {group!r} supports {least.name}"
+        named = group if group == UNDECLARED else f"attention group {group!r}"
+        can = f"{named} supports {least.name}"
         if mode is GraphMode.FULL:
             if least is AttentionSupport.NEVER:
-                raise FullModeUnsupported(group=group)
+                raise FullModeUnsupported(group=named)
             mode = GraphMode.FULL_AND_PIECEWISE
             yield mode, f"{can}, so mixed batches cannot be FULL"
         if not _decode_can_be_full(least, query_len, varlen_decode):

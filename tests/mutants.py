@@ -58,6 +58,7 @@ PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_part
 TOLD_AT_START = "tests/runtime/test_told_at_start.py"
 FIRST_STEPS = "runtime/parts/log/first_steps.py"
 CUT_LIVE = f"{LIVE}/test_partitions.py"
+PROGRAMS, PROVE = f"{LIVE}/test_programs.py", "tests/compile/test_prove.py"
 
 OF_CACHE, OF_DISPATCH = "tests/cache/test_", "tests/dispatch/test_"
 OF_COMPILE, OF_COMPAT = "tests/compile/test_", "tests/torch_compat/test_"
@@ -91,6 +92,24 @@ MUTANTS = [
     ("runtime/parts/strategies/wanted.py", "self._by_size.sort(key=lambda i: -self.states[i].hits)",
      "pass", f"{QUEUE} -k idle_time_the_most"),
     (MODEL, "if keep_plan:", "if False:", f"{QUEUE} -k idle_time_the_most"),
+    # programs of torch in all modes
+    ("compile/trace/symbols.py", "[original_symbol(part) for", "[expression_of(part) for",
+     f"{PROGRAMS} -k in_each_call"),
+    ("compile/trace/symbols.py", "if known and all(", "if known or all(",
+     f"{PROGRAMS} -k in_each_call"),
+    ("compile/guards/trace_with_guards.py", "except (GuardUnproved, Specialized):",
+     "except ZeroDivisionError:", f"{PROGRAMS} -k names_condition"),
+    ("compile/ir/plan.py", '"torch": torch', '"no": torch', f"{PROVE} -k prints"),
+    (TAPED, "written or returns_nothing(func)", "written", f"{PROGRAMS} -k in_each_replay"),
+    (TAPED, "any(0 in place.stride() for place in copied)", "False", f"{PROGRAMS} -k expanded"),
+    ("torch_compat/basics/tensors.py", "if is_transformed(tensor):", "if False:",
+     f"{PROGRAMS} -k vmap"),
+    ("torch_compat/basics/ops.py", "op.name() == \"cond\" and isinstance(args[0], torch.Tensor)",
+     "op.name() == \"cond\"", f"{PROGRAMS} -k cond_on_a_size"),
+    ("torch_compat/basics/ops.py", '{"_get_current_dispatch_mode": lambda: None}', "{}",
+     f"{PROGRAMS} -k scan"),
+    ("torch_compat/basics/ops.py", "if len(names) > 1:", "if False:",
+     "tests/torch_compat/test_ops.py -k overload_that"),
     # capabilities: what deletes one fails its test in tests/mission
     (PLANNED, 'LINEAR = "linear"', 'LINEAR = "none"', f"{MISSION}/test_bucketing.py -k linear"),
     ("tools/serve/options.py", "return Path(text)", "raise OSError",

@@ -68,7 +68,7 @@ def _difference(
 
 def _splitting_ops(graph: Graph, config: CompileConfig) -> set[Any]:
     splits = is_splitting(graph, config)
-    return {overload_of(node.target) for node in graph.nodes if op_names(node) and splits(node)}
+    return {overload_of(node) for node in graph.nodes if op_names(node) and splits(node)}
 
 
 def _made_up(examples: Examples, low: int) -> Examples:

@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 from torch.fx import GraphModule
 
-from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized
+from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized, UnboundSymbol
 from ...events import Events
 from ...torch_compat.basics.symbolic import (
     Located,
@@ -32,7 +32,7 @@ from ...torch_compat.basics.symbolic import (
 )
 from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
 from ..ir.locations import short_location
-from ..ir.plan import GuardRecord
+from ..ir.plan import GuardRecord, function_of
 from ..trace.size_asserts import SizeAssert
 from ..trace.symbols import Sizes
 from .range_check import ShapeDifference, corners, difference_at
@@ -128,8 +128,7 @@ def _landmarks(span: range) -> list[int]:
 
 
 def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
-    names = ", ".join(map(str, symbols))
-    holds = eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+    holds = function_of([str(symbol) for symbol in symbols], python_text(expression))
 
     def holds_at(*sizes: int) -> bool:
         try:
@@ -219,7 +218,9 @@ class GuardProver:
         return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
 
     def label(self, symbol: sympy.Symbol) -> sympy.Symbol:
-        """The declared name of a symbol of the trace."""
+        """The declared name of a symbol of the trace; raises UnboundSymbol for one without."""
+        if symbol not in self._labels:
+            raise UnboundSymbol(expression=symbol)
         return self._labels[symbol]
 
     def _differs(

@@ -49,8 +49,10 @@ def difference_at(graph: GraphModule, sizes: Sizes) -> ShapeDifference | None:
 
     Where a shape depends on data, only the nodes before it are compared.
     """
-    inputs = (input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder"))
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
+        if any(value is None for value in inputs):
+            return None
         try:
             _Run(graph, sizes).run(*inputs)
         except ShapeDifference as difference:

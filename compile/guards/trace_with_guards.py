@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CompileError, GuardUnproved, SettingsChanged, Specialized
+from ...errors import CompileError, GuardUnproved, SettingsChanged, Specialized, TraceFailed
 from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
 from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
@@ -73,10 +73,20 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
 
 
 def _proved(request: CompileRequest) -> GuardedTrace:
+    is_unbacked = request.config.code.dynamic_shapes is DynamicShapes.UNBACKED
     try:
         return _traced(request)
+    except TraceFailed as failed:
+        if is_unbacked:
+            raise
+        try:
+            return _traced(_with(request, DynamicShapes.UNBACKED))
+        except (GuardUnproved, Specialized):  # an assertion that fails at the example's size
+            raise
+        except CompileError:
+            raise failed from failed.__cause__
     except GuardUnproved as unproved:
-        if request.config.code.dynamic_shapes is DynamicShapes.UNBACKED:
+        if is_unbacked:
             if (padded := _padded_trace(request, unproved)) is None:
                 raise
             return padded
@@ -161,7 +171,7 @@ def _around_example(
     that does not hold beyond it."""
     traced = trace(request)
     _state_equal_sizes(traced)
-    asserts = take_size_asserts(traced.graph.graph, symbol_labels(traced))
+    asserts = take_size_asserts(traced)
     size = traced.examples.size_of(TOKENS)
     try:
         return _with_proof(traced, asserts, request), None
@@ -211,7 +221,7 @@ def _within(request: CompileRequest, low: int, high: int) -> CompileRequest:
 def _traced(request: CompileRequest) -> GuardedTrace:
     traced = trace(request)
     _state_equal_sizes(traced)
-    asserts = take_size_asserts(traced.graph.graph, symbol_labels(traced))
+    asserts = take_size_asserts(traced)
     return _with_proof(traced, asserts, request)
 
 

@@ -18,6 +18,7 @@ from ...torch_compat.basics.ops import (
     mutated_arguments,
     op_name,
     overload_name,
+    overload_of,
 )
 from ...torch_compat.basics.tensors import (
     FakeTensorMode,
@@ -43,7 +44,7 @@ def op_names(node: Node) -> frozenset[str]:
     """The names by which `splitting_ops` may refer to a node: `ns::op` and `ns::op.overload`."""
     if not is_op(node.target):
         return frozenset()
-    return frozenset({op_name(node.target), overload_name(node.target)})
+    return frozenset({op_name(node.target), overload_name(overload_of(node))})
 
 
 def resolve_op(name: str) -> Callable[..., Any]:

@@ -8,9 +8,10 @@ through JSON, so a warm start needs no graph, no trace and no pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from .config import TOKENS
@@ -20,9 +21,22 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def names_printed() -> dict[str, Any]:
+    """What expressions over sizes, as torch prints them, refer to besides the sizes."""
+    return {"math": math, "torch": torch}
+
+
 def evaluated(expression: int | str, values: Mapping[str, int]) -> Any:
     """The value of a size or of a check, an expression over `values`."""
-    return expression if isinstance(expression, int) else eval(expression, {"math": math, **values})
+    if isinstance(expression, int):
+        return expression
+    return eval(expression, {**names_printed(), **values})
+
+
+def function_of(names: Sequence[str], expression: str) -> Callable[..., Any]:
+    """An expression as a function of the sizes called `names`."""
+    function: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {expression}", names_printed())
+    return function
 
 
 Path = tuple[str | int, ...]
@@ -195,7 +209,7 @@ class SizeUse(Frozen):
 
     def values(self, largest: int) -> list[Any]:
         """The value at each size up to `largest`; where it has none the size itself."""
-        value = eval(f"lambda {TOKENS}: {self.expression}", {"math": math})
+        value = function_of([TOKENS], self.expression)
         values: list[Any] = []
         for size in range(largest + 1):
             try:
@@ -264,8 +278,15 @@ class Plan(Frozen):
         return next((p for p in plans if num_tokens <= p.ranges[-1].high), plans[-1])
 
     def broken(self, sizes: Mapping[str, int]) -> Check | None:
-        """The first check that fails at `sizes`, given by label."""
-        return next((c for c in self.checks if not evaluated(c.expression, sizes)), None)
+        """The first check that fails or has no value at `sizes`, given by label."""
+        for check in self.checks:
+            try:
+                holds = evaluated(check.expression, sizes)
+            except ArithmeticError:
+                holds = False
+            if not holds:
+                return check
+        return None
 
     def piece_uses(self) -> list[int]:
         """Unique piece of each piece step, in order of execution."""

@@ -43,7 +43,7 @@ def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
     chosen: dict[str, set[bool]] = {}
     for node in graph.nodes:
         if is_op(node.target):
-            name = overload_of(node.target).name()
+            name = overload_of(node).name()
             chosen.setdefault(name, set()).add(bool(splits(node)))
             if AUTOCAST in node.meta:
                 raise NotPartitioned(

@@ -15,7 +15,7 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -88,7 +88,7 @@ class _Writer:
         self._node: Node
         """The one that is written."""
         self._count = 0
-        self._ops: dict[str, Callable[..., Any]] = {}
+        self._ops: dict[str, Node] = {}
 
     def line(self, node: Node) -> str:
         self._numbers[node] = len(self._numbers)
@@ -111,9 +111,9 @@ class _Writer:
         """Digest of schema and source of each custom op, which generated code may inline; of an op
         that it only calls, of schema and fake implementation."""
         lines = []
-        for name, op in sorted(self._ops.items()):
-            kind = KINDS["called op" if overload_of(op).name() in cut_at else "op"]
-            parts: Any = kind.observe(op, None)
+        for name, node in sorted(self._ops.items()):
+            kind = KINDS["called op" if overload_of(node).name() in cut_at else "op"]
+            parts: Any = kind.observe(node.target, None)
             digest = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
             lines.append(f"{name} = {digest}")
         return lines
@@ -126,7 +126,7 @@ class _Writer:
         if is_op(node.target):
             name = str(node.target)
             if is_custom(node.target):
-                self._ops[name] = node.target
+                self._ops[name] = node
             return name
         name = getattr(node.target, "__qualname__", None) or node.target.__name__
         code = node.target.__code__ if isinstance(node.target, FunctionType) else None

@@ -111,41 +111,28 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
 def lift(
     section: Section,
     symbols: BaseSymbols,
+    sizes: Collection[Node],
     handles: Mapping[Node, torch.Tensor],
     weights: Collection[Node] = (),
 ) -> Piece:
-    """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol.
+    """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol; `sizes` are
+    the nodes that are computed from these.
 
     `handles` are tensors that may hold an address; see HANDLE, and WEIGHT for `weights`. A tensor
     of which the rest of the trace reads only sizes is no result: it would be written to memory for
     nothing.
     """
     inside = set(section.nodes)
-    builder = _Builder(symbols, handles, weights)
+    builder = _Builder(symbols, sizes, handles, weights)
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
         node
         for node in section.nodes
-        if any(user not in inside and not is_size(user, symbols) for user in node.users)
+        if any(user not in inside and user not in sizes for user in node.users)
     )
     builder.graph.output(tuple(builder.values[node] for node in outputs))
     return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)
-
-
-def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
-    """Whether a node's value is an int or torch.Size that is computed from base `symbols`.
-
-    A size that depends on data, such as the length of `nonzero()`, is passed like a tensor.
-    """
-    value = node.meta.get("example_value")
-    sizes = value if isinstance(value, torch.Size) else [value]
-    return all(
-        expression_of(size).free_symbols <= set(symbols)
-        if isinstance(size, torch.SymInt)
-        else isinstance(size, int) and not isinstance(size, bool)
-        for size in sizes
-    )
 
 
 class _Builder:
@@ -154,6 +141,7 @@ class _Builder:
     def __init__(
         self,
         symbols: BaseSymbols,
+        sizes: Collection[Node],
         handles: Mapping[Node, torch.Tensor],
         weights: Collection[Node],
     ) -> None:
@@ -164,6 +152,7 @@ class _Builder:
         self.values: dict[Node, Any] = {}
         self._placeholders: dict[Node | sympy.Symbol, Node] = {}
         self._symbols = symbols
+        self._sizes = sizes
 
     def copy(self, node: Node) -> None:
         for used in node.all_input_nodes:
@@ -175,7 +164,7 @@ class _Builder:
         value: Any = node.meta.get("example_value")
         if node.op == "get_attr":
             return self.graph.node_copy(node)
-        if not is_size(node, self._symbols):
+        if node not in self._sizes:
             return self._input(node, value)
         if isinstance(value, torch.Size):
             return tuple(self.size(dim) for dim in value)

@@ -16,7 +16,7 @@ import torch
 
 from ...torch_compat.basics.tensors import under_autocast
 from ..ir.ops import resolve_op
-from ..ir.plan import CallStep, PieceStep, Plan
+from ..ir.plan import CallStep, PieceStep, Plan, names_printed
 from ..ir.serialization import decode, refs, source
 
 StepFn = Callable[..., tuple[Any, ...]]
@@ -59,7 +59,7 @@ def build_step(
     bound.update(constants)
     if after_call is not None:
         bound["told"] = after_call
-    namespace: dict[str, Any] = {"plan": plan}
+    namespace = names_printed() | {"plan": plan}
     exec(compile(text, STEP_FILE, "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
     return step

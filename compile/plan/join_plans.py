@@ -6,13 +6,12 @@ are bound and results returned by it. The others are in it, and a step runs the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from ...errors import IntervalsDiffer
 from ..ir.config import TOKENS
-from ..ir.plan import Plan, Weight
+from ..ir.plan import Plan, Weight, evaluated
 
 
 def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> Plan:
@@ -70,10 +69,9 @@ def _differences(main: Plan, plan: Plan, low: int, high: int) -> Any:
 def _forms(plan: Plan, num_tokens: int) -> list[Any]:
     """Dtype and shape of each result at a number of tokens, other sizes at their least."""
     least = {s.name: num_tokens if s.label == TOKENS else s.low for s in plan.symbols}
-    names = {"math": math, **least}
     return [
-        (result.dtype, [eval(str(dim), names) for dim in result.shape])
+        (result.dtype, [evaluated(dim, least) for dim in result.shape])
         if result.dtype
-        else eval(result.name, names)
+        else evaluated(result.name, least)
         for result in plan.results
     ]

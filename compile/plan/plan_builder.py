@@ -33,13 +33,13 @@ from ..ir.plan import (
 )
 from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
 from ..pieces.contexts import AUTOCAST
-from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions, unwritten_results
+from ..pieces.piece import BaseSymbols, Piece, size_positions, unwritten_results
 from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.mutations import written_placeholders
 from ..trace.size_uses import uses_in_trace
-from ..trace.symbols import argument_sizes, symbol_labels
+from ..trace.symbols import argument_sizes, sizes_of, symbol_labels
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
@@ -67,6 +67,7 @@ class PlanBuilder:
         self._shapes: dict[str, str] = {}
         self.written = written_placeholders(trace)
         """Placeholders of arguments and weights that some node writes to."""
+        self.sizes = sizes_of(trace)
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -205,7 +206,7 @@ class PlanBuilder:
         return f"{dtype_name(value.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
-        op = overload_of(node.target)
+        op = overload_of(node)
         if elements:
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
             values = node.meta["example_value"]
@@ -237,7 +238,7 @@ class PlanBuilder:
 
     def _argument(self, value: Any) -> Any:
         match value:
-            case Node() if value not in self._names and self._is_size(value):
+            case Node() if value not in self._names and value in self.sizes:
                 return self._size_argument(value.meta["example_value"])
             case Node():
                 return Ref(self._names[value])
@@ -248,9 +249,6 @@ class PlanBuilder:
             case dict():
                 return {key: self._argument(item) for key, item in value.items()}
         return value
-
-    def _is_size(self, node: Node) -> bool:
-        return is_size(node, self._symbols)
 
     def _size_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Size):
@@ -270,7 +268,7 @@ class PlanBuilder:
         return python_text(expression.xreplace(names))
 
     def _result(self, value: Any) -> Result:
-        if isinstance(value, Node) and not self._is_size(value):
+        if isinstance(value, Node) and value not in self.sizes:
             tensor = value.meta["example_value"]
             return Result(
                 name=self._names[value],

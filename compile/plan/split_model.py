@@ -18,7 +18,7 @@ from ..ir.locations import graph_source
 from ..ir.plan import CompiledRange, Plan
 from ..pieces.contexts import check_contexts, partition_ops, resolve_contexts
 from ..pieces.fingerprint import fingerprint
-from ..pieces.piece import Piece, is_size, lift, may_be_handle
+from ..pieces.piece import Piece, lift, may_be_handle
 from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
@@ -128,11 +128,11 @@ def _unique_pieces(
     } - planner.written
     unique: dict[str, UniquePiece] = {}
     total = 0
-    for section in split(graph, splits, lambda node: is_size(node, symbols)):
+    for section in split(graph, splits, planner.sizes.__contains__):
         if section.splitting:
             planner.calls(section)
             continue
-        piece = lift(section, symbols, handles, weights)
+        piece = lift(section, symbols, planner.sizes, handles, weights)
         check_contexts(piece.outputs)
         obstacle = None
         try:

@@ -74,7 +74,7 @@ def written_storages(
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
     """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
     if op_names(node):
-        return written_by(overload_of(node.target), args, kwargs)
+        return written_by(overload_of(node), args, kwargs)
     known = triton_writes(node, kwargs)
     return dense_tensors((args, kwargs) if known is None else known)
 

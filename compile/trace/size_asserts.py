@@ -7,34 +7,34 @@ An assertion about a size that depends on data stays in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import sympy
 import torch
 from torch.fx import Graph, Node
 
 from ...torch_compat.basics.symbolic import expression_of
 from ..ir.locations import node_location
+from .dynamo import Trace
+from .symbols import computed_from_sizes
 
 SizeAssert = tuple[sympy.Basic, str | None]
 """What must hold, and the file:line of the user's code that assumed it."""
 
 
-def take_size_asserts(graph: Graph, symbols: Collection[sympy.Symbol]) -> list[SizeAssert]:
-    """Remove the assertions over `symbols` alone from `graph` and return them in order."""
+def take_size_asserts(trace: Trace) -> list[SizeAssert]:
+    """Remove the assertions about sizes of arguments from the graph and return them in order."""
+    graph, follow = trace.graph.graph, computed_from_sizes(trace)
     taken: list[SizeAssert] = []
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten._assert_scalar.default:
-            continue
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
+        if isinstance(condition, Node) and condition not in follow:
+            continue
         value = condition.meta["example_value"] if isinstance(condition, Node) else condition
         if isinstance(value, torch.SymBool):
             expression = expression_of(value)
         else:
             expression = sympy.true if value else sympy.false
-        if expression.free_symbols <= set(symbols):
-            taken.append((expression, node_location(node)))
-            _erase(graph, node)
+        taken.append((expression, node_location(node)))
+        _erase(graph, node)
     return taken
 
 

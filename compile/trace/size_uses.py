@@ -99,7 +99,7 @@ def uses_in_trace(
                 call(*(args if callable(target) else args[1:]), **kwargs)
         except Exception:  # an operator that needs more than a node tells
             continue
-        is_choice = is_op(target) and overload_name(overload_of(target)) in splitting
+        is_choice = is_op(target) and overload_name(overload_of(node)) in splitting
         for use in _stated(uses.found, tokens, is_choice):
             found.setdefault((use.expression, is_choice), use)
     return tuple(found.values())

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from ...torch_compat.basics.symbolic import expression_of, original_symbol
+from ...torch_compat.basics.symbolic import Symbolic, expression_of, original_symbol
 from .dynamo import Trace
 from .examples import Leaf
 
@@ -38,19 +38,58 @@ def argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
     ]
 
 
+def computed_from_sizes(trace: Trace) -> set[Node]:
+    """The nodes whose value is a number, a truth value or a torch.Size that follows from the sizes
+    of arguments.
+
+    A size that depends on data is judged by what it is computed from, not by its value in the
+    trace: that `nonzero()` has 4 rows holds only while the assertion holds that says so.
+    """
+    symbols = symbol_labels(trace).keys()
+    follow: set[Node] = set()
+    for node in filter(_is_number, trace.graph.graph.nodes):
+        value = node.meta["example_value"]
+        parts = value if isinstance(value, torch.Size) else [value]
+        originals = [original_symbol(part) for part in parts if isinstance(part, Symbolic)]
+        known = all(original.free_symbols <= symbols for original in originals)
+        if known and all(used in follow for used in node.all_input_nodes if _is_number(used)):
+            follow.add(node)
+    return follow
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, int | float | torch.Size | Symbolic)
+
+
+def sizes_of(trace: Trace) -> set[Node]:
+    """The nodes that compute an int or a torch.Size from the sizes of arguments.
+
+    A size that depends on data, such as the length of `nonzero()`, is passed like a tensor.
+    """
+    kinds = {int, torch.SymInt, torch.Size}
+    return {n for n in computed_from_sizes(trace) if type(n.meta["example_value"]) in kinds}
+
+
 def size_at(size: Any, sizes: Sizes) -> int | None:
-    """A size of the trace as a number; None for one that depends on data."""
+    """A size of the trace as a number; None for one that depends on data or divides by zero."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    expression = expression_of(size).subs(sizes)
+    try:
+        expression = expression_of(size).subs(sizes)
+    except ZeroDivisionError:
+        return None
     return None if expression.free_symbols else int(expression)
 
 
 def input_at(node: Node, sizes: Sizes) -> Any:
-    """A value in the form of a placeholder's: a number, or an uninitialized tensor."""
+    """A value in the form of a placeholder's: a number, or an uninitialized tensor; None for one
+    whose size depends on data."""
     value = node.meta["example_value"]
     if not isinstance(value, torch.Tensor):
         return size_at(value, sizes)
     shape: Any = [size_at(size, sizes) for size in value.shape]
     stride: Any = [size_at(step, sizes) for step in value.stride()]
+    if None in (*shape, *stride):
+        return None
     return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)

@@ -267,7 +267,7 @@ class MadeInBreak(LightDispatchMode):
 def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
     if is_higher_order(func):
-        return branches_by_value(func)
+        return branches_by_value(func, args)
     if _HOST_READS.isdisjoint(func.tags):
         return False
     if func.overloadpacket is torch.ops.aten.index:

@@ -21,8 +21,7 @@ from ...dispatch import (
     resolve_mode,
     user_capture_sizes,
 )
-
-UNDECLARED = "attention, for which attention.support is not set"
+from ...dispatch.resolve import UNDECLARED
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from ...dispatch import (
     uncovered_decodes,
     unreached_sizes,
 )
+from ...dispatch.resolve import UNDECLARED
 from ...errors import PiecegraphError
 from ...settings import Settings
 from ..core.records import Record
 from .policy import (
-    UNDECLARED,
     attention_support,
     capture_sizes,
     dispatch_plan,

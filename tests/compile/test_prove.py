@@ -9,7 +9,7 @@ import pytest
 import sympy
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Min, Mod
+from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Min, Mod, ToFloat
 
 from piecegraph.compile.guards.prover import EXHAUSTIVE, prove, python_text
 
@@ -109,6 +109,13 @@ def test_two_wide_ranges_are_proved_by_intervals_or_not_at_all():
 def test_guard_that_raises_at_a_size_fails_there():
     proof = prove(sympy.Ne(Mod(sympy.Integer(7), T - 3), 9), {T: (2, 6)})
     assert proof.failing == ({"num_tokens": 3},)
+
+
+def test_a_guard_is_evaluated_with_what_torch_prints():
+    guard = sympy.Le(ToFloat(T) * 1.5, 12.0)
+    assert "torch." in python_text(guard)
+    assert prove(guard, {T: (1, 8)}).holds
+    assert prove(guard, {T: (1, 10)}).failing == ({"num_tokens": 9}, {"num_tokens": 10})
 
 
 def test_symbol_without_a_range_is_not_proved():

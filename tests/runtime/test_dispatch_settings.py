@@ -55,8 +55,10 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     resolved = resolve_graph_mode(config)
     assert resolved.mode is GraphMode.PIECEWISE
     assert "attention.support is not set" in resolved.reasons[-1].why
-    with pytest.raises(FullModeUnsupported, match="attention.support is not set"):
-        resolve_graph_mode(config.changed(graph_mode="FULL"))
+    for splits in ({}, {"splitting_ops": (), "compile": False}):
+        expected = "but attention, for which .* is not set, can never be .* has no attention"
+        with pytest.raises(FullModeUnsupported, match=expected):
+            resolve_graph_mode(config.changed(graph_mode="FULL", **splits))
     breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
     assert resolve_graph_mode(breakable).mode is GraphMode.PIECEWISE
     without_attention = Config(max_num_tokens=64)

@@ -74,7 +74,7 @@ def test_names_of_an_operator_and_of_its_overloads(library):
     assert ops.is_op(packet.scaled)
     assert not ops.is_op(torch.add)
     assert ops.op_name(packet) == ops.op_name(packet.scaled) == "piecegraph_ops::two"
-    assert ops.overload_name(packet) == "piecegraph_ops::two.default"
+    assert ops.overload_name(packet.default) == "piecegraph_ops::two.default"
     assert ops.overload_name(packet.scaled) == "piecegraph_ops::two.scaled"
     assert {ops.overload_name(each) for each in ops.overloads(packet.scaled)} == {
         "piecegraph_ops::two.default",
@@ -83,10 +83,27 @@ def test_names_of_an_operator_and_of_its_overloads(library):
 
 
 def test_overload_that_a_call_runs(library):
-    packet = torch.ops.piecegraph_ops.two
-    assert ops.overload_of(packet) is packet.default
-    assert ops.overload_of(packet.scaled) is packet.scaled
-    assert ops.overload_of(torch.ops.piecegraph_ops.write) is torch.ops.piecegraph_ops.write.default
+    two, write = torch.ops.piecegraph_ops.two, torch.ops.piecegraph_ops.write
+    graph = torch.fx.Graph()
+    x, mask = graph.placeholder("x"), graph.placeholder("mask")
+    x.meta["example_value"], mask.meta["example_value"] = torch.ones(2), torch.ones(2) > 0
+    calls = [
+        (two, (x,), {}, two.default),
+        (two, (x,), {"by": 3.0}, two.scaled),
+        (two.scaled, (x, 3.0), {}, two.scaled),
+        (write, (x, x), {}, write.default),
+        (aten.pow, (x, 2), {}, aten.pow.Tensor_Scalar),
+        (aten.pow, (2, x), {}, aten.pow.Scalar),
+        (aten.index, (x, [mask]), {}, aten.index.Tensor),
+        (aten.to, (x, torch.float16), {}, aten.to.dtype),
+    ]
+    for op, args, kwargs, expected in calls:
+        assert ops.overload_of(graph.call_function(op, args, kwargs)) is expected
+
+
+def test_an_assertion_returns_nothing():
+    assert ops.returns_nothing(aten._assert_async.default)
+    assert not ops.returns_nothing(aten.add.Tensor)
 
 
 def test_schemas_are_of_all_overloads(library):
@@ -265,10 +282,11 @@ def test_an_operator_is_called_through_another_function():
 def test_operators_of_higher_order_run_by_their_kernel():
     cond = torch.ops.higher_order.cond
     assert is_higher_order(cond)
-    assert branches_by_value(cond)
+    assert branches_by_value(cond, (torch.tensor(True),))
+    assert not branches_by_value(cond, (True,))
     assert not is_higher_order(torch.ops.aten.add)
     scan = torch.ops.higher_order.invoke_subgraph
-    assert not branches_by_value(scan)
+    assert not branches_by_value(scan, ())
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     op = mock.Mock(py_kernels={key: lambda *args, **kwargs: (args, kwargs)})
     assert run_higher_order(op, (1, 2), {"x": 3}) == ((1, 2), {"x": 3})

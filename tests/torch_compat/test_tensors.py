@@ -146,6 +146,11 @@ def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors():
     places = [tensor.data_ptr() for tensor in tensors.inner_tensors(wrapper)]
     assert places == [t.data_ptr() for t in (one, two, three, three)]
     assert tensors.inner_tensors(one) == [one]
+    seen: list[int] = []
+    torch.vmap(
+        lambda row: (seen.extend(map(torch.Tensor.data_ptr, tensors.inner_tensors(row))), row)[1]
+    )(one)
+    assert seen == [one.data_ptr()]
 
 
 def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx.node import map_arg
 
 from .frames import is_torch_file
 from .patch import replaced
@@ -34,10 +35,9 @@ def op_name(op: Any) -> str:
     return str(_packet(op)._qualified_op_name)
 
 
-def overload_name(op: Any) -> str:
-    """`ns::op.overload`; the packet means its default overload."""
-    chosen = op._overloadname if isinstance(op, OpOverload) else "default"
-    return f"{op_name(op)}.{chosen}"
+def overload_name(op: OpOverload) -> str:
+    """`ns::op.overload`."""
+    return f"{op_name(op)}.{op._overloadname}"
 
 
 def overloads(op: Any) -> list[Any]:
@@ -46,12 +46,17 @@ def overloads(op: Any) -> list[Any]:
     return [getattr(packet, name) for name in packet.overloads()]
 
 
-def overload_of(op: Any) -> Any:
-    """The overload that a call of `op` runs: its only one, or the default."""
+def overload_of(node: torch.fx.Node) -> Any:
+    """The overload that a node of a trace calls: by its packet the one that torch chooses by the
+    arguments."""
+    op: Any = node.target
     if isinstance(op, OpOverload):
         return op
     names = op.overloads()
-    return getattr(op, names[0] if len(names) == 1 else "default")
+    if len(names) > 1:
+        given = map_arg((node.args, node.kwargs), lambda each: each.meta["example_value"])
+        names = [torch._C._jit_resolve_packet(op_name(op), *given[0], **given[1])]
+    return getattr(op, names[0])
 
 
 def _packet(op: Any) -> Any:
@@ -66,6 +71,11 @@ def schemas(op: Any) -> list[str]:
 def is_mutable(op: OpOverload) -> bool:
     """Whether the schema of `op` says that it writes to an argument."""
     return bool(op._schema.is_mutable)
+
+
+def returns_nothing(op: OpOverload) -> bool:
+    """Whether the schema of `op` says that it has no result, as that of an assertion."""
+    return not op._schema.returns
 
 
 def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
@@ -291,8 +301,14 @@ def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
 
 
 def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
-    """Run the kernel of an operator of higher order: modes see the operators that it calls."""
-    return op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+    """Run the kernel of an operator of higher order: modes see the operators that it calls.
+
+    Some kernels, such as that of `scan`, refuse to run in a mode: they are told of none.
+    """
+    kernel = op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+    names = kernel.__globals__ | {"_get_current_dispatch_mode": lambda: None}
+    told = FunctionType(kernel.__code__, names, None, kernel.__defaults__, kernel.__closure__)
+    return told(*args, **kwargs)
 
 
 CALL_OP: Callable[..., Any] = OpOverload.__call__
@@ -323,9 +339,9 @@ def is_higher_order(op: Any) -> bool:
     return isinstance(op, HigherOrderOperator)
 
 
-def branches_by_value(op: Any) -> bool:
+def branches_by_value(op: Any, args: Any) -> bool:
     """Whether an operator of higher order reads a tensor on the host to choose what it runs."""
-    return op.name() in ("cond", "while_loop")
+    return op.name() == "while_loop" or (op.name() == "cond" and isinstance(args[0], torch.Tensor))
 
 
 def _key(name: str) -> torch._C.DispatchKey:

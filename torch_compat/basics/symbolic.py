@@ -23,8 +23,9 @@ def expression_of(value: Symbolic) -> sympy.Expr:
     return value.node.expr
 
 
-def original_symbol(size: torch.SymInt) -> sympy.Symbol:
-    """The symbol that a dimension was given first, before it was found equal to another."""
+def original_symbol(size: Symbolic) -> sympy.Symbol:
+    """The symbol that a dimension was given first, before it was found equal to another or to a
+    number; of any other value the expression that it was made with."""
     return size.node._expr
 
 

@@ -254,6 +254,8 @@ def is_wrapper_subclass(tensor: Tensor) -> bool:
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of `tensor`: itself, or those it wraps."""
+    if is_transformed(tensor):
+        return inner_tensors(torch._C._functorch.get_unwrapped(tensor))
     if not is_wrapper_subclass(tensor):
         return [tensor]
     names: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]

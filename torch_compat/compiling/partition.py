@@ -51,9 +51,9 @@ def partitioned(graph: GraphModule, options: Mapping[str, Any]) -> Iterator[None
     from torch._inductor.scheduler import Scheduler
 
     expected = [
-        _call(overload_of(node.target).name(), (node.args, node.kwargs))
+        _call(overload_of(node).name(), (node.args, node.kwargs))
         for node in graph.graph.nodes
-        if is_op(node.target) and overload_of(node.target).name() in ops
+        if is_op(node.target) and overload_of(node).name() in ops
     ]
     faults: list[str] = []
 

@@ -21,6 +21,7 @@ from ....errors import HostReadInCapture
 from ....torch_compat.basics.ops import (
     OpOverload,
     is_higher_order,
+    returns_nothing,
     run_kernel,
 )
 from ....torch_compat.basics.tensors import (
@@ -57,7 +58,10 @@ class Tape(TensorTracker):
         self._ops_in_pieces = 0
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
+        """Run `func`; record it unless it is a view, makes unwritten memory, or called others.
+
+        One that returns nothing is an assertion, if it is not written in Python.
+        """
         used = memory_of((args, kwargs))
         self.refuse_host_read(func, args, kwargs, used)
         self.ownership.find(used, self.bakes, user_line)
@@ -68,7 +72,8 @@ class Tape(TensorTracker):
         if len(self.operations) > recorded or torch.Tag.inplace_view in func.tags:
             return result
         fresh = self.fresh(result, used)
-        if written or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
+        acts = written or returns_nothing(func)
+        if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
             self._record(func, args, kwargs, result, fresh)
         return result
 
@@ -193,16 +198,22 @@ class EachOp(LightDispatchMode):
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:
     """`call`, with its fresh results copied to where the recorded `result` was.
 
-    The common forms, one tensor and a flat tuple, avoid walking a tree.
+    The common forms, one tensor and a flat tuple, avoid walking a tree. Expanded rows, of stride 0,
+    are one row in memory.
     """
     if not fresh:
         return call
     owned = {storage_id(tensor) for tensor in fresh}
     places = [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
     copied = [place for place in places if place is not None]
-    if isinstance(result, Tensor):
+    is_expanded = any(0 in place.stride() for place in copied)
+    if isinstance(result, Tensor) and not is_expanded:
         return partial(_copy_one, call, copied[0])
-    if len(copied) == len(result) and all(isinstance(item, Tensor) for item in result):
+    if (
+        len(copied) == len(result)
+        and not is_expanded
+        and all(isinstance(item, Tensor) for item in result)
+    ):
         return partial(_copy_flat, call, copied)
     return partial(_copy_tree, call, places)
 
@@ -219,7 +230,7 @@ def _copy_flat(call: Callable[[], tuple[Tensor, ...]], places: list[Tensor]) -> 
 def _copy_tree(call: Callable[[], Any], places: list[Tensor | None]) -> None:
     for place, value in zip(places, tensors_in(call()), strict=True):
         if place is not None:
-            place.copy_(value)
+            write_back(place, value)
 
 
 COPIES = frozenset({_copy_one, _copy_flat, _copy_tree})

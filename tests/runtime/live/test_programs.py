@@ -1,0 +1,165 @@
+"""Small programs of torch: FULL graphs as without, and no assertion of a program is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+
+import piecegraph as pg
+from piecegraph.errors import GuardUnproved, ResultFormUnknown, Specialized
+
+pytestmark = pytest.mark.compile
+
+
+class Body(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+def asserted(condition: Callable[[Tensor], Any], check: Callable[[Any], object]) -> Any:
+    def body(x: Tensor) -> Tensor:
+        check(condition(x))
+        return x * 2
+
+    return body
+
+
+def prepared(body: Callable[[Tensor], Any], **settings: Any) -> pg.PreparedModel:
+    made = pg.prepare(
+        Body(body),
+        pg.Config(
+            inputs={"x": "float32[num_tokens, 4]"},
+            max_num_tokens=8,
+            max_num_reqs=8,
+            capture_sizes=(2, 8),
+            graph_mode="FULL",
+            cache=False,
+            attention={"support": "ALWAYS"},
+            **settings,
+        ),
+    )
+    made.capture(lambda descriptor, mode: None)
+    return made
+
+
+def full_step(model: pg.PreparedModel, x: Tensor) -> Any:
+    rows = x.size(0)
+    decision = model.dispatch(pg.Batch(rows, rows, is_decode=True, query_len=1))
+    assert decision.mode is pg.RuntimeMode.FULL
+    return model.run(decision, x)
+
+
+BOTH = ({"compiler": "eager"}, {"compile": False})
+PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
+    "expanded": (lambda x: x.sum(1)[:, None].expand(-1, 3), BOTH),
+    "expanded_and_not": (lambda x: (x.sum(1).expand(2, -1), x * 2), BOTH),
+    "overlapping": (lambda x: (x * 2).unfold(1, 2, 1), BOTH),
+    "cond_on_a_size": (
+        lambda x: torch.cond(x.shape[0] < 4, lambda y: y + 1, lambda y: y - 1, (x,)),
+        BOTH,
+    ),
+    "scan": (lambda x: x + scan(lambda c, y: (c + y, c + y), torch.zeros(4), x)[0], BOTH),
+    "vmap": (lambda x: torch.vmap(lambda row: row * row.sum())(x), BOTH[1:]),
+    "grad": (lambda x: torch.func.grad(lambda y: (y * y).sum())(x), BOTH[1:]),
+    "packets": (
+        lambda x: torch.ops.aten.pow(x, 2) + torch.ops.aten.masked_fill(x, x > 0, 1.0),
+        BOTH,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_full_graphs_of_programs(name: str) -> None:
+    body, ways = PROGRAMS[name]
+    for way in ways:
+        model = prepared(body, **way)
+        for rows in (2, 8, 2):
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(full_step(model, x), body(x))
+
+
+def test_an_assertion_on_values_holds_in_each_replay() -> None:
+    body = asserted(lambda x: (x >= 0).all(), torch._assert_async)
+    for way in BOTH:
+        model = prepared(body, **way)
+        for sign in (1, -1, 1):
+            x = sign * torch.ones(8, 4)
+            if sign > 0:
+                assert torch.equal(full_step(model, x), x * 2)
+                continue
+            with pytest.raises(RuntimeError, match="nonzero value"):
+                full_step(model, x)
+
+
+CONDITIONS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
+    "most": (lambda n: n <= 5, GuardUnproved, "num_tokens <= 5.* set max_num_tokens=5"),
+    "least": (lambda n: n >= 3, GuardUnproved, "num_tokens >= 3.*min_num_tokens=3"),
+    "multiple": (lambda n: n % 2 == 0, GuardUnproved, r"Mod\(num_tokens, 2\)"),
+    "one": (lambda n: n == 4, Specialized, "num_tokens = 4"),
+}
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_a_refused_assertion_on_sizes_names_condition_and_line(name: str) -> None:
+    condition, error, expected = CONDITIONS[name]
+    with pytest.raises(error, match=expected) as raised:
+        prepared(asserted(lambda x: condition(x.size(0)), torch._check), compiler="eager")
+    assert "test_programs.py:" in str(raised.value)
+    with pytest.raises(ResultFormUnknown, match=r"num_tokens': \d+. it raises") as unknown:
+        prepared(asserted(lambda x: x.size(0) == 0, torch._check), compile=False)
+    assert "test_programs.py:" in str(unknown.value)
+
+
+SOURCES: dict[str, Callable[[Tensor], Any]] = {
+    "nonzero": lambda x: x.nonzero().size(0),
+    "masked": lambda x: x[x > 0].size(0),
+    "item": lambda x: x.sum().item(),
+    "sum": lambda x: x.nonzero().size(0) + x[x < 0].size(0),
+}
+PLANTED: dict[str, Callable[[int, int], Any]] = {
+    "number": lambda n, rows: n == 4,
+    "rows": lambda n, rows: n == rows - 2,
+    "at_most": lambda n, rows: n <= 4,
+    "multiple": lambda n, rows: n % 2 == 0,
+    "after": lambda n, rows: n + 1 == 5,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def test_an_assertion_on_data_holds_or_raises_in_each_call(source: str) -> None:
+    """Also what the trace has learned from it: that a size is 4, or that of an input."""
+    for condition in PLANTED.values():
+
+        def body(x: Tensor, condition: Any = condition) -> Tensor:
+            torch._check(condition(SOURCES[source](x), x.size(0)))
+            return x * 2
+
+        torch.compiler.reset()
+        options = {"compiler": "eager", "cache": False, "strict": True}
+        fast = torch.compile(
+            body, backend="piecegraph", dynamic=True, fullgraph=True, options=options
+        )
+        raised = set()
+        for rows, ones in ((6, 4), (6, 3), (8, 6), (4, 2), (8, 4)):
+            x = torch.tensor([1] * ones + [0] * (rows - ones))
+            try:
+                expected = body(x)
+            except RuntimeError:
+                raised.add(True)
+                with pytest.raises(RuntimeError):
+                    fast(x)
+            else:
+                raised.add(False)
+                assert torch.equal(fast(x), expected)
+        assert raised == {True, False}
+    torch.compiler.reset()
