@@ -225,8 +225,7 @@ def test_after_release_a_startup_brings_the_same_graphs_back(make):
     assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"] * 2
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def capture_and_use(served: Any) -> list[str]:
+def capture_and_use(served):
     """Graphs by their use: FULL 2, PIECEWISE 4, and the others by size."""
     served.prepared.capture()
     served.prepared.seal()
@@ -238,7 +237,7 @@ def capture_and_use(served: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
-def test_graphs_return_in_idle_time_the_most_used_first(make: Any, strategy: str) -> None:
+def test_graphs_return_in_idle_time_the_most_used_first(make, strategy):
     served = make(strategy=strategy)
     before = capture_and_use(served)
     there = len(served.captured())
@@ -258,7 +257,7 @@ def test_graphs_return_in_idle_time_the_most_used_first(make: Any, strategy: str
 
 
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
-def test_graphs_return_between_steps_the_wanted_one_first(make: Any, strategy: str) -> None:
+def test_graphs_return_between_steps_the_wanted_one_first(make, strategy):
     served = make(strategy=strategy)
     before = capture_and_use(served)
     served.prepared.release(keep="plan")
@@ -270,7 +269,7 @@ def test_graphs_return_between_steps_the_wanted_one_first(make: Any, strategy: s
     assert served.prepared.report()["returns"][0]["graphs"] == len({*before})
 
 
-def test_a_limit_holds_when_graphs_return(make: Any) -> None:
+def test_a_limit_holds_when_graphs_return(make):
     whole = make(strategy="eager")
     capture_and_use(whole)
     limit = whole.used * 2 // 3
@@ -285,14 +284,14 @@ def test_a_limit_holds_when_graphs_return(make: Any) -> None:
         assert served.captured() == there
 
 
-def test_ranks_bring_back_the_same_graphs(make: Any) -> None:
+def test_ranks_bring_back_the_same_graphs(make):
     orders, steps = [], [[0, 0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 4, 0, 9]]
     for own in (0, 1):
         served = make(strategy="eager")
         served.prepared.capture()
         told = []
 
-        def exchange(topic: str, facts: Any, own: int = own, told: Any = told) -> Any:
+        def exchange(topic, facts, own=own, told=told):
             told.append((topic, facts))
             other = {"steps": steps[1 - own]} if topic == "release" else facts
             return [facts, other] if own == 0 else [other, facts]
@@ -309,7 +308,7 @@ def test_ranks_bring_back_the_same_graphs(make: Any) -> None:
     assert orders[0][:3] == ["FULL 1", "FULL 8", "FULL 4"]
 
 
-def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make: Any) -> None:
+def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make):
     served = make(strategy="lazy")
     served.prepared.release(keep="plan")
     assert (served.decode(2), served.prepared.capture_idle(1e9)) == ("NONE 2", 0)
@@ -317,7 +316,7 @@ def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make: 
         served.prepared.release(keep="graphs")
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.integers(1, 3),
