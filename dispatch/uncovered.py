@@ -8,9 +8,11 @@ from .plan import DispatchPlan
 
 
 def covered_tokens(plan: DispatchPlan, query_len: int | None) -> Iterator[range]:
-    """Numbers of tokens with a graph: of uniform decodes of `query_len`, or of mixed batches."""
+    """Numbers of tokens with a graph: of uniform decodes of `query_len`, or of mixed batches.
+
+    Every graph has as many requests as its tokens allow, so that tokens alone decide."""
     for entry in plan.entries:
-        key, end = entry.descriptor, entry.descriptor.num_tokens
+        key = entry.descriptor
         if key.for_decode and query_len is None:
             continue
         if query_len is not None:
@@ -18,8 +20,7 @@ def covered_tokens(plan: DispatchPlan, query_len: int | None) -> Iterator[range]
                 continue
             if query_len != (key.uniform_query_len or query_len):
                 continue
-            end = min(end, query_len * (key.num_reqs or end))
-        yield range(plan.least_tokens(key.num_tokens), end + 1)
+        yield range(plan.least_tokens(key.num_tokens), key.num_tokens + 1)
 
 
 def uncovered_decodes(plan: DispatchPlan, query_len: int, max_num_tokens: int) -> list[int]:

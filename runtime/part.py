@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
-from ..dispatch import Batch, Decision, RuntimeMode
+from ..dispatch import Batch, Decision, PlanEntry, RuntimeMode
 from .capture.capture_all import Capturer, Progress
 from .capture.captures import Captures
 from .capture.installed_graph import InstalledGraph
@@ -94,8 +94,8 @@ class Part:
         """Notes what Python reads of a step while one graph is captured."""
         return None
 
-    def around_recording(self) -> AbstractContextManager[Any] | None:
-        """Entered while a graph is recorded."""
+    def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any] | None:
+        """Entered while the graph of `entry` is recorded."""
         return None
 
     def captured(self, graph: InstalledGraph) -> None:
@@ -212,9 +212,9 @@ class Parts:
         """All that is entered while a dummy batch runs."""
         return _entered(part.around_dummy_batch() for part in self._parts)
 
-    def around_recording(self) -> AbstractContextManager[Any]:
-        """All that is entered while a graph is recorded."""
-        return _entered(part.around_recording() for part in self._parts)
+    def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any]:
+        """All that is entered while the graph of `entry` is recorded."""
+        return _entered(part.around_recording(entry) for part in self._parts)
 
     def failed(self, error: Exception) -> None:
         """A step or a capture raised."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -136,13 +137,19 @@ class PreparedModel:
         return self._core.steps.reads_in_place(decision)
 
     def capture(
-        self, metadata_for: MetadataFor | None = None, *, progress: Progress | None = None
+        self,
+        metadata_for: MetadataFor | None = None,
+        *,
+        progress: Progress | None = None,
+        profile_dir: str | Path | None = None,
     ) -> None:
         """Capture what the strategy wants at startup; later calls capture what is still missing.
 
         Without `metadata_for` the function given last is used, as in every method that captures.
-        `progress` is called after each capture. A capture that fails is reported, and batches of
-        its size run without a graph. While the model is served uncompiled nothing is captured:
+        `progress` is called after each capture. Into `profile_dir` torch's profiler writes a trace
+        of each, with ops, shapes, pieces by their layers, and kernels. A capture that fails is
+        reported, and batches of its size run without a graph. While the model is served uncompiled
+        nothing is captured:
         that follows when it switches to compiled code. Raises AllCapturesFailed if there is no
         graph after it, CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks
         what ops need.
@@ -150,7 +157,12 @@ class PreparedModel:
         if self._core.sealed:
             raise CaptureAfterSeal(name="the startup set")
         self._core.make_ready(metadata_for)
-        self._core.capture(progress)
+        try:
+            if profile_dir is not None:
+                self.parts.log.profile_captures(profile_dir)
+            self._core.capture(progress)
+        finally:
+            self.parts.log.profile_captures(None)
 
     def warm_up(
         self,

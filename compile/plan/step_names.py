@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from torch.profiler import record_function
+
+from ...torch_compat.basics.tensors import without_modes
 from ..ir.plan import CallStep, PieceStep, Plan
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def ranged(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` inside a range of this name, which profilers show, and no dispatch mode: a range is an
+    operator, and would be one of the graph that is recorded."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        shown: Any = record_function(name)
+        with without_modes():
+            shown.__enter__()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            with without_modes():
+                shown.__exit__(None, None, None)
+
+    return call
 
 
 def piece_names(plan: Plan) -> list[str]:

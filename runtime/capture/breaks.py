@@ -19,6 +19,7 @@ from ...compile.ir.plan import Plan
 from ...compile.plan.codegen import Hook
 from ...compile.plan.compiled_model import CompiledModel
 from ...compile.plan.result_forms import checked_link
+from ...compile.plan.step_names import call_names, piece_names, ranged
 from ...errors import HostCopyInCapture, HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
@@ -120,9 +121,14 @@ def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
 
 
 def _record_hooks(plan: Plan) -> tuple[Hook, Hook]:
-    """The hooks of `CompiledModel.link` with which pieces and splitting ops are recorded."""
+    """The hooks of `CompiledModel.link` with which pieces and splitting ops are recorded, each in a
+    range that profilers of a capture show."""
     texts = [plan.pieces[piece].text for piece in plan.piece_uses()]
-    return lambda use, piece: opaque_piece(piece, texts[use]), lambda use, op: break_graph(op)
+    pieces, calls = piece_names(plan), call_names(plan)
+    return (
+        lambda use, piece: ranged(pieces[use], opaque_piece(piece, texts[use])),
+        lambda use, op: ranged(calls[use], break_graph(op)),
+    )
 
 
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:

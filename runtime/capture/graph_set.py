@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ...compile.plan.compiled_model import CompiledModel
 from ...config import Config, named_ops
-from ...dispatch import Dispatcher, RuntimeMode
+from ...dispatch import Dispatcher, PlanEntry, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
 from ..backends.protocol import GraphBackend
 from ..core.code import ModelCode
@@ -29,7 +29,7 @@ class GraphParts(Protocol):
     """What the parts of a model do about graphs; see `part.Part`."""
 
     def notes(self) -> Notes | None: ...
-    def around_recording(self) -> AbstractContextManager[Any]: ...
+    def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any]: ...
     def installed(self, graph: InstalledGraph) -> None: ...
     def freed(self, graph: InstalledGraph) -> None: ...
     def failed(self, error: Exception) -> None: ...
@@ -72,7 +72,7 @@ class GraphSet:
             self._recordable = compiled, recordable(compiled, self._splitting_ops)
         try:
             batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
-            with batch as views, self._parts.around_recording():
+            with batch as views, self._parts.around_recording(entry):
                 modules = compiled.model.named_modules() if not compiled.traced else ()
                 recording = record(
                     self._recordable[1], views, session, name=name, breaks=breaks,

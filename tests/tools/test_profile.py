@@ -7,7 +7,13 @@ import torch
 
 import piecegraph as pg
 from piecegraph.compile.plan.step_names import call_names, piece_names
-from piecegraph.errors import InvalidSetting
+from piecegraph.errors import InvalidArgument, InvalidSetting
+from piecegraph.tools.explain.graph_nodes import (
+    _nodes,
+    find_graph,
+    graph_facts,
+    rendered_graph,
+)
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
 
@@ -78,6 +84,66 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
         step(pg.Batch(2, 1))
     assert not [each for each in profiler.events() if each.name.startswith(("step ", "piece "))]
     assert prepared._core.steps.code.call is not stitched
+
+
+@pytest.mark.compile
+def test_each_capture_has_a_trace_and_its_graph_a_table(make_decoder, tmp_path):
+    prepared, _ = make_decoder
+    operations = {recording.name: recording.operations for _, recording in prepared.recordings()}
+    assert operations["PIECEWISE 2"] == len(prepared.compiled.plan.steps)  # no range among them
+    prepared.release()
+    prepared.capture(profile_dir=tmp_path / "traces")
+    assert {r.name: r.operations for _, r in prepared.recordings()} == operations
+    assert {path.name for path in tmp_path.rglob("*")} == {
+        "traces", "FULL_2.json", "PIECEWISE_2.json",
+    }  # fmt: skip
+    prepared.release()
+    (tmp_path / "traces/FULL_2.json").rename(tmp_path / "FULL_2.json")
+    prepared.capture()
+    assert not (tmp_path / "traces/FULL_2.json").exists()
+
+    facts = graph_facts(prepared, find_graph(prepared, "full:2"), tmp_path)
+    plan, parts = prepared.compiled.plan, facts["parts"]
+    assert [part["part"] for part in parts] == [
+        "piece 0 layer 0", "op paged_attention layer 0", "piece 1 layers 0-1",
+        "op paged_attention layer 1", "piece 2 layer 1",
+    ]  # fmt: skip
+    first = parts[0]["takes"]
+    assert {"input input_ids", "input positions", "weight embedding.weight"} <= {*first.values()}
+    assert {*parts[1]["takes"].values()} == {"intermediate"}
+    assert len(parts[0]["takes"]) == len(plan.steps[0].args)
+    assert parts[0]["nodes"][0]["op"] == "aten::embedding"
+    assert parts[0]["nodes"][0]["shapes"][1] == [2]
+    assert "addmm" not in str(parts)  # linear calls it
+    assert [node["op"].rpartition("::")[2] for node in parts[1]["nodes"]] == ["paged_attention"]
+    assert any(path.startswith("metadata.") for path in facts["reads"])
+    table = rendered_graph({**facts, "unknown": ["float32[3]"]}, "md")
+    assert "| piece 0 layer 0 | aten::embedding | [[32, 16], [2]] |  |" in table
+    assert "| float32[3] | unknown: no step checks its address |" in table
+    assert json.loads(rendered_graph(facts, "json")) == facts
+    with pytest.raises(InvalidSetting, match="PIECEWISE:2, FULL:2"):
+        find_graph(prepared, "FULL:4")
+    with pytest.raises(InvalidArgument, match="profile_dir"):
+        prepared.parts.log.profile_captures(tmp_path / "FULL_2.json")
+
+
+def test_kernels_belong_to_the_operator_that_launches_them(tmp_path):
+    events = [
+        event("user_annotation", "piece 0", 0, 100),
+        event("cpu_op", "aten::linear", 10, 50, **{"Input Dims": [[2, 4], [4, 4], []]}),
+        event("cpu_op", "aten::addmm", 12, 40),
+        event("cuda_runtime", "launch", 20, 2, correlation=7),
+        event("cpu_op", "aten::mul", 70, 10),
+        event("cpu_op", "aten::mul", 75, 4, tid=2),
+        event("kernel", "gemm", 500, 9, tid=9, correlation=7),
+        event("user_annotation", "piece 0", 200, 10),  # the capture itself
+        event("cpu_op", "aten::zero", 201, 1),
+    ]
+    (nodes,) = _nodes([*reversed(events), {"ph": "i", "ts": 0}], ["piece 0"])
+    assert nodes == [
+        {"op": "aten::linear", "shapes": [[2, 4], [4, 4]], "kernels": ["gemm"]},
+        {"op": "aten::mul", "shapes": [], "kernels": []},
+    ]
 
 
 @pytest.fixture

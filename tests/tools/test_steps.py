@@ -193,7 +193,7 @@ def test_what_was_entered_is_left_if_a_later_part_refuses():
         name = "enters"
 
         @contextmanager
-        def around_recording(self):
+        def around_recording(self, entry):
             try:
                 yield
             finally:
@@ -203,12 +203,12 @@ def test_what_was_entered_is_left_if_a_later_part_refuses():
         name = "refuses"
 
         @contextmanager
-        def around_recording(self):
+        def around_recording(self, entry):
             raise ModelClosed()
             yield
 
     parts = Parts()
     parts.set([Enters(), Refuses()], [Enters, Refuses])
-    with pytest.raises(ModelClosed) as refused, parts.around_recording():
+    with pytest.raises(ModelClosed) as refused, parts.around_recording(None):
         pass
     assert (left, refused.type) == (["enters"], ModelClosed)  # kept alive by its traceback

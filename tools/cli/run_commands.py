@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -188,6 +189,10 @@ def explain_command(
     of: Annotated[
         Path | None, typer.Option(help="Explain this `--format json` output; run nothing.")
     ] = None,
+    graph: Annotated[
+        str | None,
+        typer.Option(help="Only the nodes of one graph, such as FULL:256, in md or json."),
+    ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
     form = choice("--format", format, FORMATS)
@@ -196,6 +201,9 @@ def explain_command(
         read_facts(path, option, command, SCHEMA, "settings") if path else None
         for option, path in (("--against", against), ("--of", of))
     )
+    if graph is not None:
+        print(graph_explained(options, graph, "json" if form == "json" else "md"), end="")
+        return 0
     to_output = output_of("--output", output, stdout=True)
     facts = given if given is not None else explained(options, replay)
     facts = facts if old is None else compared(facts, old)
@@ -354,6 +362,24 @@ def explained(options: RunOptions, replay: Path | None = None) -> dict[str, Any]
         from ..explain.collect import collect
 
         return collect(report, service.prepared, service.engine.log.steps, events)
+
+
+def graph_explained(options: RunOptions, graph: str, form: str) -> str:
+    """The nodes of one graph of a start, which is captured once more under torch's profiler."""
+    from ..serve.requests import read_requests
+    from ..serve.run import start_service
+
+    with (
+        TemporaryDirectory() as folder,
+        start_service(options, read_requests(options), [], stderr()) as service,
+    ):
+        from ..explain.graph_nodes import find_graph, graph_facts, rendered_graph
+
+        prepared = service.prepared
+        graph_index = find_graph(prepared, graph)
+        prepared.release()
+        prepared.capture(profile_dir=folder)
+        return rendered_graph(graph_facts(prepared, graph_index, Path(folder)), form)
 
 
 def console_beside(*outputs: Output | None) -> Console:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....compile.conditions.conditions import checked
 from ....compile.conditions.places import reader
 from ....compile.ir.serialization import dtype_name
-from ....dispatch import RuntimeMode
+from ....dispatch import PlanEntry, RuntimeMode
 from ....torch_compat.basics.tensors import writes_counted
 from ...capture.installed_graph import InstalledGraph
 from ...core.check import Check, CheckStep
@@ -154,7 +154,7 @@ class ChecksPart(Part):
         return StepReads()
 
     @contextmanager
-    def around_recording(self) -> Iterator[None]:
+    def around_recording(self, entry: PlanEntry) -> Iterator[None]:
         """Of a model that is not traced, what it is now is compared later, except for what its
         forward changes itself. Raises ModelChanged."""
         compiled = self._core.code.compiled

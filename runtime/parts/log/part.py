@@ -8,16 +8,18 @@ observers. Switch: `PIECEGRAPH_OFF=log`.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
-from ....dispatch import Batch, Decision, RuntimeMode
+from ....dispatch import Batch, Decision, PlanEntry, RuntimeMode
 from ....errors import InvalidArgument
 from ...capture.installed_graph import InstalledGraph
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Part, Run
 from .first_steps import FirstSteps
-from .profiler_ranges import StepRanges, name_segments, range_hooks
+from .profiler_ranges import StepRanges, name_segments, profiled, range_hooks
 from .step_log import LoggedStep, StepLog, StepObserver
 
 
@@ -32,6 +34,7 @@ class LogPart(Part):
         "last_steps": "last_steps",
         "step_log": "step_log",
         "profiler_ranges": "profiler_ranges",
+        "profile_captures": "profile_captures",
     }
 
     def __init__(self, core: CoreModel) -> None:
@@ -44,6 +47,7 @@ class LogPart(Part):
         self._observing = False
         """Whether a step runs whose observers are told."""
         self._ranges = StepRanges()
+        self._profiles: Path | None = None
 
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on.
@@ -97,6 +101,22 @@ class LogPart(Part):
                 self.captured(graph)
             else:
                 graph.recording.link()
+
+    def profile_captures(self, folder: str | Path | None) -> None:
+        """Write a trace of torch's profiler for each capture from now on into `folder`; None ends
+        it. Raises InvalidArgument for a folder that cannot be made."""
+        self._profiles = folder if folder is None else Path(folder)
+        try:
+            if self._profiles is not None:
+                self._profiles.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            expected = f"a folder to write to ({error.strerror})"
+            raise InvalidArgument(
+                call="capture", name="profile_dir", value=str(folder), expected=expected
+            ) from error
+
+    def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any] | None:
+        return None if self._profiles is None else profiled(self._profiles, entry)
 
     def around(self, run: Run) -> Run:
         if not self._observers:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch.profiler import record_function
+from torch.profiler import profile, record_function
 
 from ....compile.ir.plan import Plan
 from ....compile.plan.codegen import Hook
-from ....compile.plan.step_names import call_names, piece_names
-from ....dispatch import Decision
+from ....compile.plan.step_names import call_names, piece_names, ranged
+from ....dispatch import Decision, PlanEntry
 from ...capture.recording import Recording, SegmentKind, run_calls
 from .step_log import StepObserver
-
-
-def ranged(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` inside a range of this name."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with record_function(name):
-            return fn(*args, **kwargs)
-
-    return call
 
 
 def range_hooks(plan: Plan) -> tuple[Hook, Hook]:
@@ -50,6 +43,15 @@ def name_segments(recording: Recording, plan: Plan) -> None:
                 name = next(pieces) if one_per_piece else f"graph {recording.name}{last}"
             named.append(ranged(name, call))
     recording.replay = partial(run_calls, tuple(named))
+
+
+@contextmanager
+def profiled(folder: Path, entry: PlanEntry) -> Iterator[None]:
+    """Write a trace of the capture inside, of its warm-up run too, to `FULL_8.json` in `folder`."""
+    with profile(record_shapes=True) as profiler, record_function(f"capture {entry.shape}"):
+        yield
+    name = re.sub(r"\W+", "_", entry.shape)
+    profiler.export_chrome_trace(str(folder / f"{name}.json"))
 
 
 class StepRanges(StepObserver):
