@@ -284,6 +284,8 @@ MUTANTS = [
     (CODE, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),
     (INPUTS, "if not _same_places(tensor, strides):", "if False:", f"{STRIDES} -k first_byte"),
+    (INPUTS, "or tensor.stride() != strides:", "or not tensor.is_contiguous():",
+     f"{STATIC} -k gaps"),
     (INPUTS, "every_step if others_write else padding", "padding", f"{STATIC} -k any_loads"),  # 25
     (INPUTS, "else rows_and_padding:", "else rows:", f"{STATIC} -k failure_25"),
     (INPUTS, "last is not None and extent.covers(last)", "last is not None",

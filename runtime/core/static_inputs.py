@@ -264,7 +264,7 @@ def _load(
     """Copy real rows and write the padding, not again where it still is."""
     for position, address, strides in stays:
         tensor = tensors[position]
-        if tensor.data_ptr() != address or not tensor.is_contiguous():
+        if tensor.data_ptr() != address or tensor.stride() != strides:
             _must_stay(inputs.specs[position].name, address, strides, tensor)
     if inputs.order_steps is not None:
         inputs.order_steps()

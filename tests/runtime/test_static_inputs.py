@@ -129,6 +129,18 @@ def test_failure_12_another_buffer_than_the_owned_one_is_an_error():
         load(bound, (torch.zeros(2, dtype=torch.int64),), (2,))
 
 
+def test_dense_rows_are_no_part_of_a_buffer_with_gaps():
+    memory = torch.zeros(8, 6, dtype=torch.int64)
+    spec = StaticInputSpec("x", ("num_tokens", 3), torch.int64)
+    inputs = StaticInputs(
+        [spec], {"num_tokens": 8}, CPU, owned={"x": memory[:, :3]}, any_layout=True
+    )
+    bound = inputs.at({"num_tokens": 4})
+    load(bound, (memory[:2, :3],), (2,))
+    with pytest.raises(InputMismatch, match=r"strides \(3, 1\).*strides \(6, 1\)"):
+        load(bound, (memory.as_strided((2, 3), (3, 1)),), (2,))
+
+
 paddings = st.sampled_from(Padding)
 
 
