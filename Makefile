@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs peer-test mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -217,6 +217,11 @@ $(VENV_PROGRAMS)/.made:
 	$(VENV_PROGRAMS)/bin/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1 timm diffusers
 	$(VENV_PROGRAMS)/bin/python -m pip install --quiet --editable '.[hf]'
 	touch $@
+
+# Torch's own tests of Inductor through the backend. SUITE is their file, of the installed release of torch.
+peer-test: $(VENV)/.dev
+	@test -f "$(SUITE)" || { echo "give a file: make peer-test SUITE=.../test/inductor/test_torchinductor.py"; exit 1; }
+	$(BIN)/python -m tests.run_peer_suite $(SUITE) $(PEER)
 
 # Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
 mutants: $(VENV)/.dev

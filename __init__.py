@@ -16,7 +16,7 @@ settings    Tracing, Codegen, Sizes, Variants, Attention, Steps, Shadow, Eager, 
             CacheSettings, LayerConfig, GraphPass, Axis, PaddingLimit
 serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
 dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan
-explain     Events, CacheForecast, explain_miss, MemoryPlan, errors
+explain     Events, backend_report, CacheForecast, explain_miss, MemoryPlan, errors
 observe     StepObserver, LoggedStep
 test        ReplayBackend, ReplayOptions: graph capture without a GPU
 """
@@ -37,8 +37,8 @@ __all__ = [
     "GraphPass", "LayerConfig", "Lazy", "LoggedStep", "MemoryPlan", "PaddingLimit",
     "PiecegraphError", "PreparedModel", "Ranks", "Reason", "ReplayBackend", "ReplayOptions",
     "RuntimeMode", "Shadow", "Sizes", "StepObserver", "Steps", "Tracing", "Variants", "__version__",
-    "break_graph", "cache_root", "compile_ahead", "errors", "explain_miss", "forward_context",
-    "get_forward_context", "prepare", "switched_off",
+    "backend_report", "break_graph", "cache_root", "compile_ahead", "errors", "explain_miss",
+    "forward_context", "get_forward_context", "prepare", "switched_off",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

@@ -46,3 +46,4 @@ from .runtime.prepared_model import PreparedModel as PreparedModel
 from .runtime.setup.open_cache import cache_root as cache_root
 from .runtime.setup.switches import SWITCHES as SWITCHES
 from .runtime.setup.switches import switched_off as switched_off
+from .runtime.torch_compile import backend_report as backend_report

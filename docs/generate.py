@@ -31,7 +31,7 @@ NAMES = {
         "Dispatcher",
     ),
     "Explain": (
-        "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
+        "Events", "backend_report", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
         "PiecegraphError", "errors", "__version__",
     ),
     "Observe steps": ("StepObserver", "LoggedStep"),

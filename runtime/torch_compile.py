@@ -87,6 +87,21 @@ def backend(
     return step if strict or writes else _guarded(step, graph, config, events)
 
 
+_CAUSES = "backend.fallbacks."
+
+
+def backend_report(events: Events) -> dict[str, Any]:
+    """What became of the graphs of programs that were compiled with `options={"events": events}`.
+
+    `graphs` are ours, `fallbacks` went to torch's backend, and `causes` has the number of these by
+    the name of the error: `{"graphs": 5, "fallbacks": 1, "causes": {"GradientsNeeded": 1}}`.
+    """
+    counted = events.counters
+    causes = {k.removeprefix(_CAUSES): n for k, n in counted.items() if k.startswith(_CAUSES)}
+    graphs, fallbacks = counted["backend.graphs"], counted["backend.fallbacks"]
+    return {"graphs": graphs, "fallbacks": fallbacks, "causes": causes}
+
+
 def _guarded(
     step: Callable[..., Any], graph: GraphModule, config: Config, events: Events
 ) -> Callable[..., Any]:
@@ -113,6 +128,7 @@ def _warn(error: Exception, graph: GraphModule, compiler: str, events: Events) -
     reason = f"{type(error).__name__}: {first_line(error)}"
     where = next(filter(None, map(node_location, graph.graph.nodes)), None)
     events.count("backend.fallbacks")
+    events.count(f"{_CAUSES}{type(error).__name__}")
     events.emit(
         "backend.fallback",
         level=logging.WARNING,

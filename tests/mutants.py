@@ -93,6 +93,8 @@ MUTANTS = [
      "pass", f"{QUEUE} -k idle_time_the_most"),
     (MODEL, "if keep_plan:", "if False:", f"{QUEUE} -k idle_time_the_most"),
     # programs of torch in all modes
+    ("runtime/torch_compile.py", 'events.count(f"{_CAUSES}{type(error).__name__}")', "pass",
+     "tests/test_peer_suite.py"),
     ("compile/trace/symbols.py", "[original_symbol(part) for", "[expression_of(part) for",
      f"{PROGRAMS} -k in_each_call"),
     ("compile/trace/symbols.py", "if known and all(", "if known or all(",
