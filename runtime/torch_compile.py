@@ -28,6 +28,7 @@ from ..compile.ir.compilation import CompileRequest
 from ..compile.ir.config import TOKENS, DynamicShapes, GuardPolicy
 from ..compile.ir.locations import first_line, node_location
 from ..compile.ir.ops import op_names
+from ..compile.ir.plan import NUMBER
 from ..compile.ir.serialization import Ref
 from ..compile.pipeline import compile_trace
 from ..compile.trace.dynamo import Trace
@@ -36,7 +37,7 @@ from ..compile.trace.inline_regions import inline_regions
 from ..compile.trace.mutations import dense_tensors, written_storages
 from ..compile.trace.symbols import argument_sizes, symbol_labels
 from ..config import Config, compile_config
-from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
+from ..errors import GradientsNeeded, InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.symbolic import size_range
 from ..torch_compat.basics.tensors import storage_id
@@ -187,10 +188,9 @@ def _compiled(
     writes = bool(written_storages(graph.graph, untouched))
     compiled = compile_trace(request, GuardedTrace(trace, guards, compiling))
     step = compiled.link()
-    positions = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
 
     def run(*args: Any) -> tuple[Any, ...]:
-        return step(*(args[i] for i in positions), *tensors)
+        return step(*args, *tensors)
 
     return run, writes
 
@@ -226,21 +226,14 @@ def _present(rules: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
 
 
 def _adopted(graph: GraphModule) -> Trace:
-    """A graph of Dynamo as a trace: weights are arguments, its first dynamic size `num_tokens`.
-
-    Raises UnboundSymbol for a dynamic number that is no size of a tensor.
-    """
+    """A graph of Dynamo as a trace: weights are arguments, its first dynamic size `num_tokens`."""
     sources: dict[Node, Leaf | str | Place | None] = {}
     arguments: dict[str, Any] = {}
-    numbers: list[torch.SymInt] = []
     for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta["example_value"]
         if isinstance(value, torch.Tensor):
             arguments[node.name] = value
-            sources[node] = Leaf((node.name,), value)
-        else:
-            sources[node] = None
-            numbers.append(value)
+        sources[node] = Leaf((node.name,), value)
     parameter = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(name, parameter) for name in arguments])
     examples = Examples(arguments, signature, {})
@@ -257,9 +250,7 @@ def _adopted(graph: GraphModule) -> Trace:
     labels: dict[Any, str] = {}
     for leaf, dim, size in argument_sizes(trace):
         if (symbol := trace.symbol_of(size)).is_Symbol:
-            label = labels.setdefault(symbol, str(symbol) if labels else TOKENS)
+            named = TOKENS in labels.values() or dim == NUMBER
+            label = labels.setdefault(symbol, str(symbol) if named else TOKENS)
             examples.symbols[leaf.label, dim] = label
-    for number in numbers:
-        if unbound := trace.symbol_of(number).free_symbols - set(labels):
-            raise UnboundSymbol(expression=min(map(str, unbound)))
     return trace

@@ -83,7 +83,7 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
         return Proof(None, f"unbounded {unknown[0]}")
     holds = _predicate(expression, symbols)
     spans = [range(ranges[s][0], ranges[s][1] + 1) for s in symbols]
-    exhaustive = math.prod(map(len, spans)) <= EXHAUSTIVE
+    exhaustive = math.prod(span[-1] - span[0] + 1 for span in spans) <= EXHAUSTIVE
     points = itertools.product(*spans if exhaustive else map(_landmarks, spans))
     failing: list[tuple[int, ...]] = []
     failures = 0
@@ -123,7 +123,7 @@ def interval_around(
 
 def _landmarks(span: range) -> list[int]:
     """Sizes at which guards often fail: both ends, powers of two and their neighbors."""
-    powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
+    powers = [sign * 2**k + d for sign in (1, -1) for k in range(21) for d in (-1, 0, 1)]
     return sorted({span[0], span[-1], *(p for p in powers if p in span)})
 
 
@@ -197,7 +197,7 @@ class GuardProver:
 
         Raises ShapesDiffer under the policy `prove`.
         """
-        for sizes in corners(self.limits()):
+        for sizes in corners(self.limits(), self._env):
             if difference := difference_at(piece, sizes):
                 self._differs(difference, {self._labels[s]: n for s, n in sizes.items()}, origin)
 

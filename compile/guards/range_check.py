@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ...torch_compat.basics.ops import HigherOrderOperator
-from ...torch_compat.basics.symbolic import UNBOUNDED
+from ...torch_compat.basics.symbolic import UNBOUNDED, traced_value
 from ...torch_compat.basics.tensors import DynamicOutputShapeException, FakeTensorMode
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import dtype_name
@@ -34,12 +34,18 @@ class ShapeDifference(Exception):
     expected: str
 
 
-def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
+def corners(limits: dict[sympy.Symbol, tuple[int, int]], env: Any = None) -> Iterator[Sizes]:
     """Every combination of the lowest and highest size of each symbol.
 
-    No tensor has the highest size of a range without an end: it is left out.
+    No tensor has the highest size of a range without an end: it is left out. A number that may be
+    negative is that of the trace, which the shape environment `env` has.
     """
-    ends = [dict.fromkeys(end for end in span if end < UNBOUNDED) for span in limits.values()]
+    ends = [
+        dict.fromkeys(end for end in span if end < UNBOUNDED)
+        if span[0] >= 0
+        else [traced_value(env, symbol)]
+        for symbol, span in limits.items()
+    ]
     for choice in itertools.product(*ends):
         yield dict(zip(limits, choice, strict=True))
 

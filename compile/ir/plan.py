@@ -39,6 +39,9 @@ def function_of(names: Sequence[str], expression: str) -> Callable[..., Any]:
     return function
 
 
+NUMBER = -1
+"""The dimension of a size that is an input itself."""
+
 Path = tuple[str | int, ...]
 """Parameter name, then keys or positions into nested containers."""
 
@@ -122,7 +125,7 @@ class Weight(Frozen):
 
 
 class Symbol(Frozen):
-    """A dynamic size, read from dimension `dim` of user input `source`."""
+    """A dynamic size, read from dimension `dim` of user input `source`, or that input itself."""
 
     name: str
     label: str

@@ -16,7 +16,7 @@ import torch
 
 from ...torch_compat.basics.tensors import under_autocast
 from ..ir.ops import resolve_op
-from ..ir.plan import CallStep, PieceStep, Plan, names_printed
+from ..ir.plan import NUMBER, CallStep, PieceStep, Plan, names_printed
 from ..ir.serialization import decode, refs, source
 
 StepFn = Callable[..., tuple[Any, ...]]
@@ -82,7 +82,10 @@ def step_source(plan: Plan, told: bool = False) -> tuple[str, dict[str, Any]]:
     """
     sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     constants: dict[str, Any] = {}
-    body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]
+    body = [
+        f"{s.name} = {s.source}" if s.dim == NUMBER else f"{s.name} = {s.source}.size({s.dim})"
+        for s in plan.symbols
+    ]
     last = _last_uses(plan)
     piece_use = call_use = 0
     for index, step in enumerate(plan.steps):

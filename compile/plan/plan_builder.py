@@ -39,7 +39,7 @@ from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.mutations import written_placeholders
 from ..trace.size_uses import uses_in_trace
-from ..trace.symbols import argument_sizes, sizes_of, symbol_labels
+from ..trace.symbols import argument_sizes, dims_of, sizes_of, symbol_labels
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
@@ -140,7 +140,7 @@ class PlanBuilder:
         arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
         dimensions: dict[sympy.Symbol, tuple[int, int]] = {}
         for position, node in enumerate(arguments):
-            for dim, size in enumerate(node.meta["example_value"].shape):
+            for dim, size in dims_of(node.meta["example_value"]):
                 symbol = self._trace.symbol_of(size)
                 if symbol.is_Symbol:
                     dimensions.setdefault(symbol, (position, dim))
@@ -160,7 +160,12 @@ class PlanBuilder:
         return named
 
     def _bind(self, node: Node, source: Leaf | str | Place) -> str:
-        value: torch.Tensor = node.meta["example_value"]
+        value: Any = node.meta["example_value"]
+        if not isinstance(value, torch.Tensor):
+            name = f"i{len(self._inputs)}"
+            number = UserInput(name=name, path=(node.name,), dtype="int64", device="cpu", shape=())
+            self._inputs.append(number)
+            return name
         dtype = dtype_name(value.dtype)
         if not isinstance(source, Leaf):
             name = f"w{len(self._weights)}"

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from ...torch_compat.basics.symbolic import Symbolic, expression_of, original_symbol
+from ..ir.plan import NUMBER
 from .dynamo import Trace
 from .examples import Leaf
 
@@ -28,14 +29,20 @@ def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
 
 
 def argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
-    """The dynamic sizes of all arguments: argument, dimension, size."""
+    """The dynamic sizes of all arguments: argument, dimension, size. An argument that is a number
+    is the size itself, of dimension NUMBER."""
     return [
         (source, dim, size)
         for node, source in trace.sources.items()
         if isinstance(source, Leaf)
-        for dim, size in enumerate(node.meta["example_value"].shape)
+        for dim, size in dims_of(node.meta["example_value"])
         if isinstance(size, torch.SymInt)
     ]
+
+
+def dims_of(value: Any) -> list[tuple[int, Any]]:
+    """The sizes of a tensor with their dimensions, or the number that an argument is."""
+    return [*enumerate(value.shape)] if isinstance(value, torch.Tensor) else [(NUMBER, value)]
 
 
 def computed_from_sizes(trace: Trace) -> set[Node]:

@@ -21,7 +21,7 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
     settle_rope,
 )
 from piecegraph.tools.integrations.transformers.paged import paged_layers  # noqa: E402
-from piecegraph.tools.integrations.transformers.small import build_calm  # noqa: E402
+from piecegraph.tools.integrations.transformers.small import build_calm, small_configs  # noqa: E402
 
 from . import families  # noqa: E402
 from .test_proof import gemma3n  # noqa: E402
@@ -105,6 +105,44 @@ def test_longrope_has_the_factors_of_what_is_served():
     settle_rope(short, 32)
     ids = torch.arange(3, 9)[None]
     torch.testing.assert_close(short(input_ids=ids)[0], own(input_ids=ids)[0])
+
+
+GEMMA4 = {
+    **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+    "vocab_size_per_layer_input": 64, "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+GEMMA4_SHAPES = {
+    "shared keys": {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+                    "use_double_wide_mlp": True},
+    "keys are values": {"hidden_size_per_layer_input": 0, "num_global_key_value_heads": 1,
+                        "attention_k_eq_v": True},
+    "experts": {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
+                "moe_intermediate_size": 16, "top_k_experts": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", GEMMA4_SHAPES)
+def test_layers_have_values_of_their_own(shape):
+    """The configuration raises where a value of a layer is read as that of the model."""
+    config = transformers.Gemma4TextConfig(**GEMMA4, **GEMMA4_SHAPES[shape])
+    own = drawn(transformers.Gemma4TextModel(config))
+    model = assert_equal_alone(own, run=prepared_results)
+    assert {key_dim for _, key_dim, _ in model.kv_shapes.values()} == {8, 16}
+    for small in small_configs(own):
+        layers = [(each.head_dim, each.num_key_value_heads) for each in small.per_layer_config]
+        kinds = {"sliding_attention": layers[0], "full_attention": layers[1]}
+        assert layers == [kinds[kind] for kind in small.layer_types]
+        assert len(set(layers)) == 2
+
+
+def test_an_error_of_the_model_is_one_of_ours():
+    own = longrope()
+    own.layers[1].mlp.forward = lambda hidden: {}["missing"]
+    with pytest.raises(ModelNotAdaptable, match=r"KeyError at .*test_hf_released.py:\d+: 'miss"):
+        PackedModel(own)
+    with pytest.raises(ModelNotAdaptable, match="(?s)TypeError at .* can be prepared without"):
+        adapt(longrope(), {"input_ids": 3})
 
 
 def test_dynamic_rope_has_the_frequencies_of_the_longest_request():

@@ -91,6 +91,31 @@ def test_graphs_without_the_splitting_op_are_one_piece():
     assert events.named("split")[0].facts["pieces"] == 1
 
 
+NUMBERS = [
+    (lambda x, n: x * n + torch.sin(torch.arange(8) * n), (5, 7, 11, 0, -3)),
+    (lambda x, n: nn.functional.pad(x, (n, n)).relu() * n, (2, 3, 5, 0)),
+    (lambda x, n: torch.roll(x, n, 0)[: n + 9] + n, (-2, 3, -5)),
+    (lambda x, n: (x.repeat(n, 1), n * 2, x.shape[0] - n), (2, 3, 4)),
+    (lambda x, n: torch.arange(n) * n, (4, 7, 9)),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_numbers_that_change_are_inputs(compiler, tmp_path):
+    """No graph goes to torch's backend, each number gives its own result, and what the cache has
+    does not hold for one number alone."""
+    for function, numbers in NUMBERS if compiler == "eager" else NUMBERS[:3:2]:
+        for order in (numbers, numbers[::-1]):
+            options = {"compiler": compiler, "cache": True, "cache_dir": tmp_path, "strict": True}
+            fast, events = compiled(function, **options)
+            for n in order:
+                x = torch.randn(6 + abs(n), 8)
+                torch.testing.assert_close(fast(x, n), function(x, n))
+            assert events.counters["backend.graphs"] == len(events.named("split")) > 0
+            torch.compiler.reset()
+
+
 @torch.no_grad()
 def test_static_sizes():
     model = Model()

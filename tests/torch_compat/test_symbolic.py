@@ -150,6 +150,7 @@ def test_line_is_read_from_torchs_text(text):
 def test_a_size_without_a_bound_has_the_largest_range():
     env, (rows, _) = sizes()
     assert symbolic.size_range(env, rows.node.expr)[1] == symbolic.UNBOUNDED
+    assert symbolic.traced_value(env, rows.node.expr) == symbolic.traced_size(rows)
     torch._check(rows <= 64)
     assert symbolic.size_range(env, rows.node.expr)[1] <= 64
 

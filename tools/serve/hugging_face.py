@@ -16,6 +16,7 @@ from torch import Tensor
 from ...errors import InvalidSetting
 from ..engine.scheduler import Request
 from ..integrations.transformers import PackedModel, settle_rope
+from ..integrations.transformers.configuration import setting
 
 UNBOUNDED = 2**20
 """Positions of a model that has no limit of its own."""
@@ -40,7 +41,7 @@ class HfConfig:
 
     @property
     def max_positions(self) -> int:
-        own = getattr(self.config, "max_position_embeddings", None)
+        own = setting(self.config, "max_position_embeddings")
         return self.max_model_len or own or UNBOUNDED
 
     @property

@@ -139,10 +139,19 @@ def narrowed_range(env: Any, symbol: sympy.Symbol) -> Iterator[Located]:
 
 
 def size_range(env: Any, symbol: sympy.Symbol) -> tuple[int, int]:
-    """The range of a size, inclusive; up to `UNBOUNDED` if nothing limits it."""
+    """The range of a size or a number, inclusive; up to `UNBOUNDED`, and down to `-UNBOUNDED`, if
+    nothing limits it."""
     bounds = env.var_to_range[symbol]
-    upper = int(bounds.upper) if bounds.upper.is_Integer else UNBOUNDED
-    return int(bounds.lower), min(upper, UNBOUNDED)
+    low, high = (
+        int(end) if end.is_Integer else other
+        for end, other in ((bounds.lower, -UNBOUNDED), (bounds.upper, UNBOUNDED))
+    )
+    return max(low, -UNBOUNDED), min(high, UNBOUNDED)
+
+
+def traced_value(env: Any, symbol: sympy.Symbol) -> int:
+    """The number that a symbol of a backed size stood for in the trace."""
+    return int(env.backed_var_to_val[symbol])
 
 
 def forget_assumptions(env: Any, symbol: sympy.Symbol, low: int, high: int) -> None:

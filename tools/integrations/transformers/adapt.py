@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from .... import AttentionSupport, Config
 from ....torch_compat.basics.tensors import TorchDispatchMode
-from .attention import SPLITTING_OP, UnknownAttention
+from .attention import SPLITTING_OP
+from .configuration import setting, settle_sets
 from .heads import find_head
 from .mixers import MIXER_OP
 from .proof import WORST, proven
 from .rope import settle_rope
-from .routing import Trial, packed_inputs, refusal, route, run_packed
+from .routing import Trial, errors_of, packed_inputs, refusal, route, run_packed
 from .small import hidden_states
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
@@ -54,6 +55,10 @@ class PackedModel(nn.Module):
         self, model: PreTrainedModel, max_model_len: int | None = None, config: Config | None = None
     ) -> None:
         super().__init__()
+        with errors_of(model):
+            self._adapt(model, max_model_len, config or Config())
+
+    def _adapt(self, model: Any, max_model_len: int | None, config: Config) -> None:
         _begin(model)
         settle_rope(model, max_model_len)
         inputs, lengths = packed_inputs(model)
@@ -63,7 +68,7 @@ class PackedModel(nn.Module):
         request of a step. None for a base model."""
         model = model if self.own_head is None else model.base_model
         expected = hidden_states(model, input_ids=requests[1][None])[0]
-        self.proof = proven(model, config or Config())
+        self.proof = proven(model, config)
         """What the model needs to be served, such as a token that requests must not contain."""
         routes = route(model, self.proof.mixers)
         with _Called() as called:
@@ -109,17 +114,19 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
     `example` are the arguments of one call, by default a few tokens or a picture. Raises
     ModelNotAdaptable where the op would not compute what the model's own attention does.
     """
+    with errors_of(model):
+        return _routed(model, example)
+
+
+def _routed(model: PreTrainedModel, example: Mapping[str, Tensor] | None) -> PreTrainedModel:
     _begin(model)
     if not model._can_set_attn_implementation():
         raise refusal(model, "its attention does not go through AttentionInterface")
     inputs = dict(example or _example(model))
     expected = hidden_states(model, **inputs)
     trial = Trial(model)
-    try:
-        with trial.attending():
-            actual = hidden_states(model, **inputs)
-    except UnknownAttention as error:
-        raise refusal(model, str(error)) from error
+    with trial.attending():
+        actual = hidden_states(model, **inputs)
     if not trial.masks:
         raise refusal(model, "none of its layers calls AttentionInterface")
     _compare(model, actual, expected)
@@ -135,6 +142,7 @@ def _begin(model: PreTrainedModel) -> None:
         raise refusal(model, "its attention goes through the op already", "Adapt a new model")
     model.eval().requires_grad_(False)
     model.config.use_cache = False
+    settle_sets(model)
 
 
 def _example(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -145,7 +153,7 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor]:
     if name == "pixel_values":
         sides = config.image_size
         height, width = (sides, sides) if isinstance(sides, int) else sides
-        shape = (2, getattr(config, "num_channels", 3), height, width)
+        shape = (2, setting(config, "num_channels", 3), height, width)
         return {name: torch.rand(shape, device=model.device, dtype=model.dtype)}
     raise refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call")
 

@@ -34,6 +34,7 @@ from ....compile.conditions.values import Undescribable
 from ....errors import ModelNotAdaptable
 from ....runtime.setup.open_cache import open_cache
 from .attention import UnknownAttention
+from .configuration import setting, special_tokens
 from .host_reads import check_readers, host_readers
 from .mixers import UnknownCall
 from .rope import settle_rope
@@ -46,7 +47,6 @@ from .small import (
     reach,
     rounding,
     small_configs,
-    special_tokens,
 )
 
 TOLERANCE = 1e-3
@@ -405,7 +405,7 @@ def _requests(own: PreTrainedModel, longest: int) -> tuple[list[Tensor], Tensor]
     generator = torch.Generator().manual_seed(0)
     embedding: Any = own.get_input_embeddings()
     known = embedding.num_embeddings
-    padding = getattr(own.config, "pad_token_id", None)
+    padding = setting(own.config, "pad_token_id")
     special = {token for name, token in special_tokens(own.config).items()
                if token < known and name != "pad_token_id"}  # fmt: skip
     tokens = torch.tensor(sorted(special), dtype=torch.int64)

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .configuration import setting
+
 CHOSEN = "default"
 """Of a module whose frequencies are settled: its forward computes none."""
 
@@ -40,7 +42,7 @@ def _settle(module: Any, layer_type: str | None, rope_type: str, length: int | N
     of_layer = {} if layer_type is None else {"layer_type": layer_type}
     name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
     buffer = getattr(module, name)
-    length = length or module.config.max_position_embeddings
+    length = length or setting(module.config, "max_position_embeddings")
     with torch.no_grad():
         frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](
             module.config, buffer.device, seq_len=length, **of_layer

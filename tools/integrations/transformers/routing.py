@@ -8,6 +8,7 @@ proof.
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from .... import ForwardContext, forward_context
-from ....errors import ModelNotAdaptable
+from ....errors import ModelNotAdaptable, PiecegraphError
 from .attention import (
     Mask,
     PackedRequests,
@@ -41,6 +42,10 @@ from .small import hidden_states, kind_of
 
 ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch"
 OWN_OP = "Write its attention as a custom op and list the op in splitting_ops"
+FOREIGN = (
+    "If that line is of the model or of transformers, correct it or use another version; a model"
+    " that runs can be prepared without this adapter, with its attention op in splitting_ops"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,3 +330,19 @@ def refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelN
     """The error for a model that cannot be served, by its class and family."""
     family = f"{type(model).__name__} ({model.config.model_type})"
     return ModelNotAdaptable(family=family, reason=reason, advice=advice)
+
+
+@contextmanager
+def errors_of(model: PreTrainedModel) -> Iterator[None]:
+    """What the model, transformers or torch raises inside is ModelNotAdaptable."""
+    try:
+        yield
+    except PiecegraphError:
+        raise
+    except (UnknownAttention, UnknownCall) as error:
+        raise refusal(model, str(error)) from error
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        reason = f"{type(error).__name__} at {where.filename}:{where.lineno}: {what}"
+        raise refusal(model, reason, FOREIGN) from error

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-Path = tuple[Any, ...]
-"""Where a configuration has a whole number: names of attributes, keys and indices."""
+from .configuration import Path, changed, integers, is_token, layer_values, setting
 
 FACTORS = (16, 8, 4, 2, 1)
 WIDTH, LENGTH, VOCABULARY = 64, 32, 1024
@@ -32,7 +31,6 @@ CALM = 1e-5
 MOST_WEIGHTS = 400_000_000
 SHORTEST = 8
 """The smallest length of a copy that has the lengths in their order, each twice the one before."""
-TOKEN = re.compile(r"token_(id|ids|index)$")
 
 
 class NoCopy(Exception):
@@ -51,7 +49,7 @@ def small_configs(model: PreTrainedModel, all_heads: bool = False) -> Iterator[P
     config = _with_few_layers(kind, config)
     roles = _roles(kind, config)
     config = _narrow(kind, config, roles, model.dtype, all_heads)
-    lengths = {path: value for path, value in _integers(config) if roles.get(path) == "length"}
+    lengths = {path: value for path, value in integers(config) if roles.get(path) == "length"}
     if lengths:
         yield _with_small_lengths(kind, config, lengths)
     yield config
@@ -123,45 +121,6 @@ def _flag(value: Any) -> Any:
     return bool(value) if isinstance(value, float) else value is None
 
 
-def special_tokens(config: PreTrainedConfig) -> dict[str, int]:
-    """Token ids that the configuration names, by the name of the setting."""
-    ids = ((path, value) for path, value in _integers(config) if _is_token(path))
-    return {".".join(map(str, path)): value for path, value in ids if value >= 0}
-
-
-def _integers(node: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
-    items: Any = ()
-    if isinstance(node, PreTrainedConfig):
-        items = ((key, value) for key, value in vars(node).items() if not key.startswith("_"))
-    elif isinstance(node, dict):
-        items = node.items()
-    elif isinstance(node, (list, tuple)):
-        items = enumerate(node)
-    elif not isinstance(node, bool) and (
-        isinstance(node, int) or (isinstance(node, float) and node.is_integer())
-    ):
-        yield path, int(node)
-    for key, value in items:
-        yield from _integers(value, (*path, key))
-
-
-def _is_token(path: Path) -> bool:
-    return any(isinstance(key, str) and TOKEN.search(key) for key in path)
-
-
-def _changed(config: PreTrainedConfig, values: Mapping[Path, int]) -> PreTrainedConfig:
-    config = copy.deepcopy(config)
-    for path, value in values.items():
-        node: Any = config
-        for key in path[:-1]:
-            node = getattr(node, key) if isinstance(node, PreTrainedConfig) else node[key]
-        if isinstance(node, PreTrainedConfig):
-            setattr(node, path[-1], type(getattr(node, path[-1]))(value))
-        else:
-            node[path[-1]] = type(node[path[-1]])(value)
-    return config
-
-
 def _on_meta(kind: Any, config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"), no_init_weights():
         model: nn.Module = kind(copy.deepcopy(config))
@@ -191,11 +150,11 @@ def _shortened(
 ) -> Iterator[PreTrainedConfig]:
     """Configurations with the layers `kept` of `total`: what is stated for each, their number, and
     another number that may count the first or the last of them."""
-    shorter = copy.deepcopy(config)
+    shorter, layers = copy.deepcopy(config), layer_values(config)
     for key, value in vars(config).items():
         if isinstance(value, (list, tuple)) and len(value) == total:
             setattr(shorter, key, [value[i] for i in kept])
-    counts = [(path, n) for path, n in _integers(config) if 0 < n <= total and not _is_token(path)]
+    counts = [(path, n) for path, n in integers(config) if 0 < n <= total and not is_token(path)]
     for path in (path for path, n in counts if n == total):
         values = [{path: len(kept)}]
         for other, n in counts:
@@ -203,7 +162,10 @@ def _shortened(
             values += [{path: len(kept), other: part} for part in parts if other != path]
         for each in values:
             with suppress(Exception):  # of the class
-                yield _changed(shorter, each)
+                attempt = changed(shorter, each)
+                if layers:
+                    attempt.per_layer_config = {i: layers[n] for i, n in enumerate(kept)}
+                yield attempt
 
 
 def _has_layers(
@@ -223,11 +185,11 @@ def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
     embeddings = {f"{name}.weight" for name in tables.values()}
     shapes = _shapes(before)
     buffers = {name for name, _ in before.named_buffers()}
-    tokens = {path: value for path, value in _integers(config) if _is_token(path)}
+    tokens = {path: value for path, value in integers(config) if is_token(path)}
     roles: dict[Path, str] = {}
     alike: dict[Path, Path] = {}
-    for path, value in _integers(config):
-        if value < LENGTH or _is_token(path):
+    for path, value in integers(config):
+        if value < LENGTH or is_token(path):
             continue
         first = alike.setdefault((*(k for k in path if isinstance(k, str)), value), path)
         if first in roles:  # items of one list
@@ -235,16 +197,16 @@ def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
             continue
         try:
             inside = {token: 0 for token, n in tokens.items() if n >= value // 2}
-            other = _shapes(_on_meta(kind, _changed(config, {path: value // 2, **inside})))
+            other = _shapes(_on_meta(kind, changed(config, {path: value // 2, **inside})))
         except Exception:
             continue
         if other.keys() != shapes.keys():
             continue
-        changed = {name for name in shapes if shapes[name] != other[name]}
-        rows = {n for n in changed & embeddings if shapes[n][1:] == other[n][1:]}
-        if not changed:
+        differing = {name for name in shapes if shapes[name] != other[name]}
+        rows = {n for n in differing & embeddings if shapes[n][1:] == other[n][1:]}
+        if not differing:
             roles[path] = "length"
-        elif changed <= rows | buffers:
+        elif differing <= rows | buffers:
             roles[path] = "vocabulary" if "vocab" in str(path[-1]) else "table"
         elif value >= WIDTH:
             roles[path] = "width"
@@ -265,8 +227,8 @@ def _narrow(
 ) -> PreTrainedConfig:
     """With all widths divided by the largest factor that the class accepts; raises NoCopy."""
     config = _small_vocabulary(config, roles)
-    integers, head_dim = dict(_integers(config)), _head_dim(config)
-    heads = {path: n for path, n in integers.items()
+    numbers, head_dim = dict(integers(config)), _head_dim(config)
+    heads = {path: n for path, n in numbers.items()
              if "head" in str(path[-1]) and "dim" not in str(path[-1]) and n > 0}  # fmt: skip
     roles = {path: role for path, role in roles.items() if "head" not in str(path[-1])}
     most = 1 << max(min(heads.values(), default=1) // 2, 1).bit_length() - 1
@@ -277,9 +239,9 @@ def _narrow(
     ]
     error: Exception | None = None
     for factor, split, keep in tries:
-        values = {path: integers[path] // factor for path, role in roles.items() if role == "width"}
-        attempt = _changed(config, values | {path: n // split for path, n in heads.items()})
-        if keep and head_dim and getattr(config, "head_dim", None) is None:
+        values = {path: numbers[path] // factor for path, role in roles.items() if role == "width"}
+        attempt = changed(config, values | {path: n // split for path, n in heads.items()})
+        if keep and head_dim and setting(config, "head_dim") is None:
             attempt.head_dim = head_dim
         try:
             count = sum(p.numel() for p in _on_meta(kind, attempt).parameters())
@@ -296,19 +258,19 @@ def _narrow(
 
 def _small_vocabulary(config: PreTrainedConfig, roles: Mapping[Path, str]) -> PreTrainedConfig:
     """Special tokens from the upper half keep their order."""
-    sizes = {path: VOCABULARY for path, v in _integers(config)
+    sizes = {path: VOCABULARY for path, v in integers(config)
              if roles.get(path) == "vocabulary" and v > VOCABULARY}  # fmt: skip
     if not sizes:
         return config
-    ids = {path: value for path, value in _integers(config) if _is_token(path)}
+    ids = {path: value for path, value in integers(config) if is_token(path)}
     large = sorted({value for value in ids.values() if value >= VOCABULARY // 2})
     moved = {path: VOCABULARY // 2 + large.index(v) for path, v in ids.items() if v in large}
-    return _changed(config, {**sizes, **moved})
+    return changed(config, {**sizes, **moved})
 
 
 def _head_dim(config: Any) -> int | None:
     try:
-        return int(config.hidden_size) // int(config.num_attention_heads)
+        return int(config.hidden_size) // int(setting(config, "num_attention_heads"))
     except (AttributeError, TypeError):
         return None
 
@@ -321,7 +283,7 @@ def _with_small_lengths(
     small = {p: min(v, SHORTEST << min(order.index(v), 5)) for p, v in lengths.items()}
     for values in [small, *({path: value} for path, value in small.items())]:
         try:
-            attempt = _changed(config, values)
+            attempt = changed(config, values)
             _run(build(kind, attempt), 4 * max(values.values()))
         except Exception:
             continue
@@ -333,7 +295,7 @@ def _with_small_lengths(
 
 def reach(config: PreTrainedConfig) -> int:
     """The largest length of a configuration whose lengths are small."""
-    return max((value for _, value in _integers(config) if value <= SHORTEST << 5), default=0)
+    return max((value for _, value in integers(config) if value <= SHORTEST << 5), default=0)
 
 
 def _run(model: PreTrainedModel, tokens: int) -> None:
