@@ -36,7 +36,10 @@ LIBRARY_REPORT = {
     "startup": {
         "phases": [{"name": "trace", "seconds": 0.5}, {"name": "capture", "seconds": 0.1}],
         "prepare_seconds": 0.5,
+        "before_prepare_seconds": None,
     },
+    "remarks": {},
+    "returns": [],
     "background": None,
     "shadow": None,
     "cache": {

@@ -182,6 +182,7 @@ def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
     quiet = {
         "verification": None,
         "remarks": {"steps": []},
+        "opaque_ops": [],
         "settings": {"compile": True, "cache": False},
         "background": None,
         "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
@@ -355,6 +356,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     fine = {
         "verification": {"ok": True},
         "remarks": {"uncovered": [], "steps": []},
+        "opaque_ops": [],
         "settings": {"compile": True},
         "background": {"state": "compiled", "failures": [{"reason": "killed"}]},
         "cache": {"hit": True, "reason": None, "not_cacheable": []},
@@ -377,6 +379,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     bad = {
         "verification": {"ok": False},
         "remarks": {"uncovered": [{"what": "no graph", "todo": "Add 24."}], "steps": []},
+        "opaque_ops": [{"op": "a::b", "calls": 2, "where": "m.py:1"}],
         "settings": {"compile": True},
         "background": {"state": "failed", "failures": [{"reason": "a guard failed"}]},
         "cache": {"hit": False, "reason": "absent", "not_cacheable": []},
@@ -388,7 +391,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
         "timeline": [],
     }
-    assert len(advise(bad)) == 9
+    assert len(advise(bad)) == 10
     assert {"what": "no graph", "todo": "Add 24."} in advise(bad)
     missed = {"remarks": {"steps": [{"what": "unstated", "todo": "State it."}]}}
     told = {each["what"] for each in advise({**bad, **missed})}

@@ -191,7 +191,7 @@ def explain_command(
     ] = None,
     graph: Annotated[
         str | None,
-        typer.Option(help="Only the nodes of one graph, such as FULL:256, in md or json."),
+        typer.Option(help="Only the nodes of one graph: FULL:256."),
     ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
