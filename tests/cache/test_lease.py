@@ -101,7 +101,7 @@ def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
     with first.flight(key):
         thread = threading.Thread(target=wait)
         thread.start()
-        assert waits.wait(60)
+        assert waits.wait(300)
         first.cache.publish("bundle", key, META, BLOBS)
         thread.join()  # the lease is still held
     assert flights == [Flight.AFTER_OTHERS]
@@ -308,7 +308,7 @@ def test_an_entry_that_all_refuse_is_made_once(machines, key):
     with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
         stack.enter_context(first.flight(key))
         waiting = thread.submit(stack.enter_context, second.flight(key))
-        assert polled.wait(60)
+        assert polled.wait(300)
         assert not waiting.done()
         stack.pop_all().close()
         assert waiting.result() is Flight.AFTER_OTHERS

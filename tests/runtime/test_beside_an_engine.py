@@ -28,7 +28,7 @@ def child():
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         prepared = pg.prepare(Model(), config)
         prepared.capture()
-        os._exit(prepared.wait_until_verified(60) is not True)
+        os._exit(prepared.wait_until_verified(300) is not True)
     assert os.waitpid(pid, 0)[1] == 0
 
 if call == "build":
@@ -40,7 +40,7 @@ prepared.capture()
 time.sleep(float(moment))
 exec(call)
 torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-assert prepared.wait_until_verified(60) is True, prepared.wait_until_verified(0)
+assert prepared.wait_until_verified(300) is True, prepared.wait_until_verified(0)
 assert prepared.report()["counters"]["dynamo_traces"] > 0
 """
 

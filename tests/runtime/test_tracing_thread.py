@@ -29,7 +29,7 @@ class Halfway:
             yield
         finally:
             self.inside.set()
-            assert self.go_on.wait(60)
+            assert self.go_on.wait(300)
             self.put_back.append("all of it")
 
 
@@ -52,11 +52,11 @@ def test_what_was_replaced_is_put_back(step):
 
     thread = TracingThread("test", work, str)
     thread.start()
-    assert step.inside.wait(60)
+    assert step.inside.wait(300)
     thread.stop()
     assert not thread.join(0.05)
     step.go_on.set()
-    assert thread.join(60)
+    assert thread.join(300)
     assert step.put_back == ["all of it"]
     assert not after
     assert sys.getswitchinterval() == before
@@ -72,12 +72,12 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step):
     first = TracingThread("first", work, str)
     second = TracingThread("second", lambda: begun.append("second"), str)
     first.start()
-    assert step.inside.wait(60)
+    assert step.inside.wait(300)
     second.start()
     second.stop()
     step.go_on.set()
-    assert first.join(60)
-    assert second.join(60)
+    assert first.join(300)
+    assert second.join(300)
     assert not begun
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_begin_has_failed(monkeypatch):
     monkeypatch.setattr(tracing_thread, "unseen_by_other_threads", fail)
     thread = TracingThread("test", lambda: "", str)
     thread.start()
-    assert thread.join(60)
+    assert thread.join(300)
     assert thread.is_over() == (True, False)
     assert thread.failure == "'torch._dynamo'"
 
@@ -101,7 +101,7 @@ def test_what_is_found_during_an_exchange_is_told_at_the_next(step):
 
     def exchange(topic: str, own: Any) -> list[Any]:
         step.go_on.set()
-        assert thread.join(60)
+        assert thread.join(300)
         return [own, {"ended": True, "failure": "", "expired": False}]
 
     thread = TracingThread("test", work, str, exchange)
@@ -145,7 +145,7 @@ def test_the_default_device_is_that_of_the_thread_that_starts_it():
     with torch.device("meta"):
         thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type), str)
     thread.start()
-    assert thread.join(60)
+    assert thread.join(300)
     assert seen == ["meta"]
     assert torch.empty(1).device.type == "cpu"
 
@@ -166,7 +166,7 @@ def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it():
         torch.set_autocast_cache_enabled(before[0])
         torch.set_autocast_dtype("cpu", before[1])
     thread.start()
-    assert thread.join(60)
+    assert thread.join(300)
     assert seen == [(False, torch.float16)]
     assert settings() == before
 
@@ -184,7 +184,7 @@ def work():
 for _ in range(2):
     thread = TracingThread("test", work, str)
     thread.start()
-    assert thread.join(60) and thread.is_over() and thread.failure == "traced"
+    assert thread.join(300) and thread.is_over() and thread.failure == "traced"
 """
 
 

@@ -98,7 +98,7 @@ def test_verify_with_trace_is_0_for_the_bundle_of_the_model_and_2_for_one_that_i
     assert main(["cache", "verify", "--trace", "gained_model:changed"]) == 2
     assert "* 3.0" in capsys.readouterr().err
     stale = prepare(*importlib.import_module("gained_model").changed())
-    assert stale.parts.starts.wait_until_verified(60) is False
+    assert stale.parts.starts.wait_until_verified(300) is False
     assert "\npiecegraph_bundle_verified 0.0" in metrics_text(stale)
     for each in (prepared, stale):
         each.close()

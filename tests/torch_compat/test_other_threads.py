@@ -25,14 +25,14 @@ class Midway:
 
     def stop_here(self) -> None:
         self._reached.set()
-        assert self._go_on.wait(60)
+        assert self._go_on.wait(300)
 
     @contextmanager
     def of(self, work: Callable[[], object]) -> Iterator[None]:
         """`work` runs in a thread, and is at `stop_here` inside the block."""
         thread = threading.Thread(target=work)
         thread.start()
-        assert self._reached.wait(60)
+        assert self._reached.wait(300)
         try:
             yield
         finally:

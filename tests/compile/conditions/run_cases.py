@@ -44,7 +44,7 @@ def verified(model: torch.nn.Module, root: Path, when: str) -> dict[str, Any]:
         prepared = None
         try:
             prepared = prepare(model, Config(**settings))
-            outcome = prepared.parts.starts.wait_until_verified(60)
+            outcome = prepared.parts.starts.wait_until_verified(300)
             got = prepared(X_VALUE, batch=Batch(3, 3))
             expected = model(X_VALUE)  # which may change its state: steps after it would refuse
             return {"hit": True, "verified": outcome, "right": equal(got, expected)}

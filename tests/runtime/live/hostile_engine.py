@@ -64,7 +64,7 @@ class HostileEngine:
             yield
         finally:
             self._ends.set()
-            self._thread.join(60)
+            self._thread.join(300)
             assert not self._thread.is_alive(), f"it hangs after {dict(self.ran)}"
 
     @contextmanager

@@ -257,7 +257,7 @@ def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, monkeyp
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
     served = serve_cold(model)
-    assert served.prepared.parts.starts.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
     assert facts(served)["failures"] == []
     served.step(3, 1)
 
@@ -270,7 +270,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def wait() -> None:
         event.pieces.append("piece")  # type: ignore[attr-defined]
-        assert event.wait(60)
+        assert event.wait(300)
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
     monkeypatch.setattr(starts, "CLOSE_S", 0.1)
@@ -299,7 +299,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, hel
 
     waiter = threading.Thread(target=wait_until_compiled)
     waiter.start()
-    assert waiting.wait(60)
+    assert waiting.wait(300)
     served.prepared.close()
     waiter.join()
     assert len(ended) == 1
@@ -315,10 +315,10 @@ def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(s
     served.prepared.close()
     assert not thread.join(0)
     held.set()
-    assert thread.join(60)
+    assert thread.join(300)
     assert held.pieces == ["piece"]
     again = serve_cold()
-    assert again.prepared.parts.starts.wait_until_compiled(60)
+    assert again.prepared.parts.starts.wait_until_compiled(300)
     again.step(3, 1)
 
 
@@ -326,7 +326,7 @@ def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(s
 def test_events_of_the_thread_are_told_to_the_caller(serve_cold):
     events = Events()
     served = serve_cold(events=events)
-    assert served.prepared.parts.starts.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
     assert [event.facts["piece"] for event in events.named("compile.end")] == [0, 1, 2]
     assert events.counters["dynamo_traces"] == served.prepared.records.counters["dynamo_traces"]
     assert "compile" not in [name for name, _ in served.prepared.records.phases]
@@ -445,7 +445,7 @@ def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
     monkeypatch.setattr(ahead, "compile_ahead", build)
     served = serve_cold(bundle="serve_ahead")
     served.prepared.parts.starts.wait_until_compiled()
-    assert begun.wait(60)
+    assert begun.wait(300)
     served.step(3, 1)
     served.prepared.close()
     assert all(thread.name != "piecegraph-libraries" for thread in threading.enumerate())

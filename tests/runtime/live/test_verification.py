@@ -99,7 +99,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
     served.prepared.capture()
     served.prepared.seal()
     assert len(served.prepared.recordings()) == 3
-    assert served.prepared.parts.starts.wait_until_verified(60) is False
+    assert served.prepared.parts.starts.wait_until_verified(300) is False
     (found,) = served.prepared.records.of(Stale)
     assert found.difference.startswith("piece 2 of 3: it has `")
     assert "* 2.0" in found.difference
@@ -107,7 +107,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
     assert "test_verification.py" in found.difference
     assert "bundle.stale" in caplog.text
     assert served.step(3, 1) == "NONE 4"  # uncompiled; graphs of the stale code are gone
-    assert served.prepared.parts.starts.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
     for lengths in LENGTHS:
         served.step(*lengths)
     assert served.step(8) == "PIECEWISE 8"
@@ -115,13 +115,13 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
     following = prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle="background"))
     assert following.prepared.compiled.from_bundle
     following.step(3, 1)
-    assert following.prepared.parts.starts.wait_until_verified(60) is True
+    assert following.prepared.parts.starts.wait_until_verified(300) is True
 
 
 def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start):
     served = stale_start(bundle="force")
     with pytest.raises(BundleStale, match=r"piece 2 of 3.*\* 3.0"):
-        served.prepared.parts.starts.wait_until_verified(60)
+        served.prepared.parts.starts.wait_until_verified(300)
     for _ in range(2):
         with pytest.raises(BundleStale):
             served.step(3, 1)
@@ -132,7 +132,7 @@ def test_verified_before_the_first_step_it_never_serves(stale_start, use):
     served = stale_start("before", bundle=use)
     assert served.prepared.report()["cache"]["verified"] is False
     served.step(3, 1)
-    assert served.prepared.parts.starts.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
     served.step(3, 1)
 
 
@@ -147,7 +147,7 @@ def test_every_warm_start_verifies_in_a_process_that_is_equal_too(prepare_live, 
     def start(gain: float) -> tuple[bool | str, bool | str]:
         prepared = prepare_live(Gained(gain)).prepared
         at_first = prepared.report()["cache"]["verified"]
-        return at_first, prepared.parts.starts.wait_until_verified(60)
+        return at_first, prepared.parts.starts.wait_until_verified(300)
 
     traced = "the model was traced by this start"
     assert start(2.0) == (traced, traced)
@@ -173,7 +173,7 @@ def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
 ):
     prepare_live()
     prepared = prepare_live().prepared
-    assert prepared.parts.starts.wait_until_verified(60) == NO_TRACE
+    assert prepared.parts.starts.wait_until_verified(300) == NO_TRACE
     assert prepared.report()["cache"]["verified"] == NO_TRACE
     assert prepared.compiled.from_bundle
     assert NO_TRACE in caplog.text
@@ -287,7 +287,7 @@ def test_under_another_state_than_that_of_prepare_nothing_is_known(
     assert "default_dtype" in str(starts.wait_until_verified(3))
     assert dtype_changed_beside_a_trace == ["piecegraph-verification"]
     torch.set_default_dtype(torch.float32)
-    assert starts.wait_until_verified(60) is True
+    assert starts.wait_until_verified(300) is True
 
 
 def test_code_is_made_stored_and_served_under_the_state_of_prepare(
@@ -298,7 +298,7 @@ def test_code_is_made_stored_and_served_under_the_state_of_prepare(
     assert not served.prepared.parts.starts.wait_until_compiled(3)
     assert dtype_changed_beside_a_trace == ["piecegraph-background"]
     torch.set_default_dtype(torch.float32)
-    assert served.prepared.parts.starts.wait_until_compiled(60)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
     torch.set_default_dtype(torch.float64)
     assert not prepare_live(model).prepared.compiled.from_bundle
     torch.set_default_dtype(torch.float32)
@@ -307,7 +307,7 @@ def test_code_is_made_stored_and_served_under_the_state_of_prepare(
 
 def test_the_switch_waits_for_the_state_of_prepare(serve_cold):
     prepared = serve_cold().prepared
-    assert prepared.parts.starts.beside.thread.join(60)
+    assert prepared.parts.starts.beside.thread.join(300)
     for dtype, switches in ((torch.float64, False), (torch.float32, True)):
         torch.set_default_dtype(dtype)
         prepared.parts.strategies.idle(0)
@@ -356,7 +356,7 @@ def test_an_error_at_any_point_of_a_trace_is_no_difference(prepare_live, monkeyp
     for point in [random.randrange(1, 60_000) for _ in range(count)]:
         points.append(point)
         served = prepare_live(bundle="force")
-        assert served.prepared.parts.starts.wait_until_verified(60) is True, raised[-1:]
+        assert served.prepared.parts.starts.wait_until_verified(300) is True, raised[-1:]
         served.step(3, 1)
         served.prepared.close()
     assert len(raised) > count // 2 - 4
@@ -381,4 +381,4 @@ def test_a_fault_of_the_copies_of_layers_is_found(prepare_live, blind, monkeypat
         return made.requires_grad_(False)
 
     assert wrong(prepare_live(model()))
-    assert prepare_live(model()).prepared.parts.starts.wait_until_verified(60) is False
+    assert prepare_live(model()).prepared.parts.starts.wait_until_verified(300) is False
