@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from kernel_table import table
 
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import library_config, require_kernels
+
+sys.path.append(str(Path(__file__).parent))
+from kernel_table import table
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
