@@ -241,7 +241,7 @@ class CoreModel:
 
     def _code_changed(self) -> None:
         for part in self.parts:
-            part.replaced(self.code)
+            part.code_replaced(self.code)
         self.checks_changed()
 
     def _use(self, compiled: CompiledModel, policy: Policy) -> None:

@@ -104,7 +104,7 @@ class Part:
     def freed(self, graph: InstalledGraph) -> None:
         """A graph was freed."""
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         """Other code, or code bound to other weights, serves from now on."""
 
     def watched(self, name: str) -> None:

@@ -93,8 +93,8 @@ class Noting(Part):
     def freed(self, graph: InstalledGraph) -> None:
         self.noted.append(f"freed {graph.index}")
 
-    def replaced(self, code: ModelCode) -> None:
-        self.noted.append("replaced")
+    def code_replaced(self, code: ModelCode) -> None:
+        self.noted.append("code_replaced")
 
     def watched(self, name: str) -> None:
         self.noted.append(f"watched {name}")
@@ -145,7 +145,7 @@ def test_a_part_is_told_what_it_asks_for():
         told, noted[:] = noted[:], []
         return told
 
-    assert since() == ["replaced"]
+    assert since() == ["code_replaced"]
     prepared.capture()
     captured = since()
     assert captured == [f"captured {index}" for index in range(len(captured))] != []
@@ -159,7 +159,7 @@ def test_a_part_is_told_what_it_asks_for():
     cache = torch.zeros(4)
     prepared.watch("cache", cache)
     prepared.refresh()
-    assert since() == ["watched cache", "refreshing", "replaced"]
+    assert since() == ["watched cache", "refreshing", "code_replaced"]
     prepared.seal()
     prepared.release()
     assert since() == ["sealed", *(f"freed {index}" for index in range(len(captured))), "released"]

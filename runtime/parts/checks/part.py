@@ -125,7 +125,7 @@ class ChecksPart(Part):
             name += ", values on the host"
         return [*checks, self._addresses(name, relied.addresses)]
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if code is not self._code:
             self._code = code
             self.addresses = Addresses(self.addresses.address)

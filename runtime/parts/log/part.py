@@ -177,7 +177,7 @@ class LogPart(Part):
             size = graph.entry.descriptor.num_tokens
             name_segments(graph.recording, self._core.code.compiled.plan.at(size))
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if self.step_log is not None:
             self.step_log.dispatcher = self._core.steps.dispatcher
         if self._ranges in self._observers:

@@ -223,7 +223,7 @@ class ProofPart(Part):
     def captured(self, graph: InstalledGraph) -> None:
         self.coverage.forget(graph.index)
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if self._proved_code is not code.compiled.plan:
             self._proved_code = code.compiled.plan
             self.coverage.forget(NO_GRAPH)

@@ -52,7 +52,7 @@ class RegionsPart(Part):
         self._stored = 0
         """How many regions were generated when their code was stored."""
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if code is not self._code:
             self.close()
             self._code = code

@@ -136,7 +136,7 @@ class StartsPart(Part):
 
         return capture_or_wait
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if not self._replacing and not code.compiled.traced and self._stale_work():
             self._stop()  # somebody else has left the code of the bundle
 

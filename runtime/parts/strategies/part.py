@@ -112,7 +112,7 @@ class StrategiesPart(Part):
                 self._core.seal()  # all is captured
         return changed
 
-    def replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code: ModelCode) -> None:
         if self._ledger is None:
             self._ledger = opening_ledger(code.compiled, code.inputs)
 
