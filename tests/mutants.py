@@ -99,6 +99,8 @@ MUTANTS = [
     ("runtime/parts/strategies/wanted.py", "self._by_size.sort(key=lambda i: -self.states[i].hits)",
      "pass", f"{QUEUE} -k idle_time_the_most"),
     (MODEL, "if keep_plan:", "if False:", f"{QUEUE} -k idle_time_the_most"),
+    ("torch_compat/tracing/inlined.py", "inlined.rely(each.source, CALLED)", "pass",
+     "tests/torch_compat/test_inlined.py -k builtin_calls"),
     # programs of torch in all modes
     ("runtime/torch_compile.py", 'events.count(f"{_CAUSES}{type(error).__name__}")', "pass",
      "tests/test_peer_suite.py"),

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...torch_compat.basics.facts import CALLED
 from ...torch_compat.basics.frames import is_torch_file
 from .code import bound_text, code_parts, function_with_values
 from .custom_ops import op_parts, op_signature
@@ -147,7 +148,7 @@ KINDS: Mapping[str, Kind] = {
         lambda value, names: stable_text([n for n in names if n in vars(value)]), is_shown=True
     ),
     "attribute": Kind(_attribute),
-    "calls": Kind(lambda value, _: stable_text(code_parts(unwrapped(value))), is_shown=True),
+    "calls": Kind(lambda value, _: stable_text(code_parts(unwrapped(value))), (CALLED,), True),
     "members": Kind(
         lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
         is_shown=True,

@@ -29,7 +29,11 @@ class Model(torch.nn.Module):
         try:
             return x * self.options.gain  # here
         except AttributeError:
-            return x + sys.getrecursionlimit()
+            return x + sys.getrecursionlimit() + max([1, 2], key=negative)
+
+
+def negative(value: int) -> int:
+    return -value
 
 
 def scaled(x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +64,11 @@ def test_what_was_absent_is_recorded_as_a_guard(inlined):
 
 def test_calls_that_became_constants_are_recorded(inlined):
     assert [(c.function, c.arguments) for c in inlined.results] == [(sys.getrecursionlimit, ())]
+
+
+def test_a_function_that_a_builtin_calls_is_recorded(inlined):
+    called = [each.expression for each in inlined.facts if each.kind == "CALLED"]
+    assert called == ["G['negative']"]
 
 
 def test_nothing_stays_replaced():

@@ -11,6 +11,9 @@ SHARED_CELL = "SHARED_CELL"
 CLASS_CHECK = "CLASS_CHECK"
 """Kind of the fact that a value was checked against classes: by which function, which classes."""
 
+CALLED = "CALLED"
+"""Kind of the fact that a function was called while tracing, without being traced."""
+
 UNGUARDED = "UNGUARDED"
 """Kind of the fact that Dynamo read a value and added no guard on it."""
 

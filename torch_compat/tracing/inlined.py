@@ -20,7 +20,7 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from ..basics.facts import CLASS_CHECK, SHARED_CELL, GuardFact
+from ..basics.facts import CALLED, CLASS_CHECK, SHARED_CELL, GuardFact
 from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
@@ -259,12 +259,29 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
         inlined.refuse("the hash of an object")
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
+    if variable.can_constant_fold_through():
+        _note_called(inlined, [*args, *kwargs.values()])
     if function in (isinstance, issubclass) and len(args) == 2:
         _note_class_check(inlined, function.__name__, *args)
     if function is set and args:
         items = getattr(args[0].realize(), "items", None)
         if isinstance(items, list):
             inlined.ordered.append(tuple(item.realize() for item in items))
+
+
+def _note_called(inlined: Inlined, args: Sequence[Any]) -> None:
+    """Functions that a builtin is given, such as the key of `max`: it calls them, not Dynamo, where
+    all that it is given is constant, and Dynamo takes the result as constant."""
+    from torch._dynamo.variables import UserFunctionVariable
+
+    given = [each.realize() for each in args]
+    functions = [each for each in given if isinstance(each, UserFunctionVariable)]
+    if functions and _constants(given) is not None:
+        for each in functions:
+            if each.source is None:
+                inlined.refuse("a function that a builtin calls")
+            else:
+                inlined.rely(each.source, CALLED)
 
 
 def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> None:
