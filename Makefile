@@ -95,21 +95,27 @@ $(VENV_DOCS)/.made: pyproject.toml
 	$(VENV_DOCS)/bin/python -m pip install --quiet $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $@
 
-# On a machine with a network: all that `make gpu` installs, for Python 3.11 to 3.13.
+# The versions of the GPU machine that the first hour is for.
+stated = $(shell sed -n 's/^$(1) = "\(.*\)"$$/\1/p' benchmarks/device.toml)
+
+# On a machine with a network: all that `make gpu` installs, for the Python of the GPU machine.
 WHEELS := .wheels
 gpu-wheels:
 	$(PYTHON) benchmarks/gpu_wheels.py $(WHEELS)
 
 # On a machine with a GPU: no network is needed, and torch is that of $(PYTHON). The environment adds to
-# the packages of $(PYTHON) what they lack. What has passed is not repeated: FIRST_HOUR=--again.
+# the packages of $(PYTHON) what they lack. One part is one command: make gpu PARTS=A RESULTS=DIR. What
+# has passed by the files in DIR is not repeated: FIRST_HOUR=--again. CUDA_HOME has the stub of libcuda.
 VENV_GPU := .venv-gpu
+PARTS ?= A B C D E
+RESULTS ?= gpu-results
 FIRST_HOUR ?=
 gpu: $(VENV_GPU)/.made
-	$(VENV_GPU)/bin/python -m benchmarks.first_hour --out gpu.json $(FIRST_HOUR)
+	PYTHONUNBUFFERED=1 $(VENV_GPU)/bin/python -m benchmarks.first_hour $(PARTS) --results $(RESULTS) $(FIRST_HOUR)
 
 GPU_PIP := $(PYTHON) -m pip --python $(VENV_GPU)/bin/python install --quiet --no-index --find-links $(WHEELS)
 $(VENV_GPU)/.made: pyproject.toml
-	test -d $(WHEELS) || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, or for one Python benchmarks/gpu_wheels.py $(WHEELS) --python 3.12"; exit 1; }
+	test -d $(WHEELS) || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, or for another Python benchmarks/gpu_wheels.py $(WHEELS) --python 3.13"; exit 1; }
 	$(PYTHON) -m venv --clear --without-pip $(VENV_GPU)
 	$(PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
 		> $(VENV_GPU)/lib/python$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")/site-packages/machine.pth
@@ -117,13 +123,17 @@ $(VENV_GPU)/.made: pyproject.toml
 	$(GPU_PIP) --no-build-isolation --editable '.[cli,gpu]'
 	touch $@
 
-# The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download;
-# CUDA_TORCH=torch==2.11.0 tests the oldest supported version.
-CUDA_TORCH ?= torch==2.15.0
+# The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download. Its
+# versions are those of the GPU machine where that Python is there; CUDA_TORCH=torch==2.15.0 tests another.
+CUDA_TORCH ?= torch==$(call stated,torch)
+DEVICE_PYTHON := python$(call stated,python)
+CUDA_PYTHON ?= $(lastword $(PYTHON) $(wildcard /usr/bin/$(DEVICE_PYTHON) /usr/local/bin/$(DEVICE_PYTHON) \
+	$(HOME)/.pyenv/versions/$(call stated,python).*/bin/$(DEVICE_PYTHON)))
 VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
 CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -W default -m gpu
+CUDA_HOUR := STAND_IN_VALUES=1 TRITON_INTERPRET=1 $(IN_CUDA) -m benchmarks.first_hour --small --again
 CUDA_TESTS := $(STAND_IN) tests/runtime tests/torch_compat
 CUDA_KERNELS := tests/tools/test_attention_gpu.py
 CUDA_RUN := main run --requests 8 --model layers=2,hidden=64 --verify all
@@ -144,9 +154,12 @@ cuda-test: cuda-env
 	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
 	TRITON_INTERPRET=1 STAND_IN_SEED=3 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
 	for seed in 0 1; do TRITON_INTERPRET=1 STAND_IN_SEED=$$seed $(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache $(CUDA_MIXED) || exit 1; done
+	$(CUDA_HOUR) --results $(VENV_CUDA)/results
 
-# What CI runs where the environment is there: captures and memory, and the main job.
+# What CI runs where the environment is there: captures and memory, the main job, the measurements of the
+# first hour.
 cuda-smoke: cuda-env
+	$(CUDA_HOUR) B E --results $(VENV_CUDA)/results
 	$(CUDA_PYTEST) -m "gpu and not slow" $(STAND_IN)
 	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache
 
@@ -154,7 +167,7 @@ cuda-mutants: cuda-env
 	$(VENV_CUDA)/bin/python $(STAND_IN)/mutants.py
 
 $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/src/*)
-	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)
+	test -x $(VENV_CUDA)/bin/python || $(CUDA_PYTHON) -m venv $(VENV_CUDA)
 	$(VENV_CUDA)/bin/python -m pip install --quiet --editable '.[cli]' "$(CUDA_TORCH)" nvidia-cuda-cccl pytest pytest-timeout hypothesis
 	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
 	touch $@

@@ -489,12 +489,24 @@ class OtherRowsWritten(DummyStepFailed):
     todo = "Write to large buffers where an integer input says; reserve a row for its padding."
 
 
-class HostReadInCapture(RunError):
+class RefusedInCapture(RunError):
+    """What a graph cannot hold ran inside a captured region."""
+
+
+class GeneratorInCapture(RefusedInCapture):
+    what = "{op} draws from a torch.Generator of the model inside a captured region"
+    todo = (
+        "Draw from torch's own generator, which graphs know (leave the argument out), or put the "
+        "code into a splitting op."
+    )
+
+
+class HostReadInCapture(RefusedInCapture):
     what = "{op} reads a tensor's value on the host inside a captured region"
     todo = "Compute it on the device, or put the code into a splitting op."
 
 
-class HostCopyInCapture(RunError):
+class HostCopyInCapture(RefusedInCapture):
     what = "{op} makes a tensor on the host, which is copied to the device inside a captured region"
     todo = (
         "Make it on the device (device=x.device), make it once and keep it as a buffer, or put the "

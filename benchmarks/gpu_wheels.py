@@ -1,7 +1,7 @@
 """Download what `make gpu` installs besides torch, on a machine with a network: `make gpu-wheels`.
 
-Wheels for each supported Python go to one folder, with what builds the package itself. torch and
-triton are those of the machine with the GPU.
+Wheels for the Python of the machine with the GPU (`device.toml`), or for others, go to one folder,
+with what builds the package itself. torch and triton are those of that machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("3.11", "3.12", "3.13")
+DEVICE = tomllib.loads((ROOT / "benchmarks" / "device.toml").read_text())
 GLIBC = ("manylinux2014", "manylinux_2_27", "manylinux_2_28")
 ON_THE_MACHINE = ("torch", "triton")
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", default="x86_64", help="x86_64 or aarch64")
-    parser.add_argument("--python", nargs="+", default=PYTHONS, help="versions, all by default")
+    parser.add_argument("--python", nargs="+", default=[DEVICE["python"]], help="versions")
     options = parser.parse_args()
     platforms = [f"--platform={glibc}_{options.arch}" for glibc in GLIBC]
     for version in options.python:

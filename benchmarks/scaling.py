@@ -80,7 +80,7 @@ def _once(layers: int, workers: int, folder: Path) -> dict[str, Any]:
     from piecegraph import Config, Events, prepare
     from piecegraph.compile.backends import workers as pool
 
-    pool.number_of_workers = lambda serving: workers
+    pool.number_of_workers = lambda device, serving: workers
     model, settings = _reference(layers)
     events = Events()
     config = Config(**settings, level=3, codegen={"sizes": SIZES}, cache_dir=folder)

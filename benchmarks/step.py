@@ -95,6 +95,9 @@ class IdleBackend:
     def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def may_capture(self) -> bool:
+        return True
+
     def begin(self, pool: Any, ownership: Any) -> IdleGraph:
         return IdleGraph()
 

@@ -49,6 +49,7 @@ PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", 
 MISSION = "tests/mission"
 BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
 
+WORKERS = "compile/backends/workers.py"
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
 PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
@@ -407,7 +408,7 @@ MUTANTS = [
      f"{LIVE}/test_row_mixing.py -k memory_for"),
     (TAPE, "if self._poisons:", "if False:", POISON),
     (TAPE, "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
-    (f"{REPLAY}/backend.py", "if self._tape.host_read is not None:", "if False:",
+    (f"{REPLAY}/backend.py", "if self._tape.refused is not None:", "if False:",
      f"{FAITHFUL} -k swallows"),
     (f"{CAPTURE}/recorder.py", "opaque(self.in_context(fn), args)", "opaque(fn, args)",
      f"{FAITHFUL} -k failure_23"),
@@ -464,6 +465,16 @@ MUTANTS = [
     (TAPED, "if reads and count() > before:", "if False:", f"{FAITHFUL} -k host_read"),
     (TAPED, "if reads and count() > before:", "if reads:", "tests/runtime/test_replay_backend.py"),
     (f"{REPLAY}/host_copies.py", "raise value_read(func)", "pass", f"{FAITHFUL} -k value_read"),
+    (OWNERSHIP, "if has_own_generator((*args, *kwargs.values())):", "if False:",
+     f"{LIVE}/test_refused_alike.py"),
+    (WORKERS, "wait=runs_triton(request.device)", "wait=False",
+     "tests/compile/test_workers.py -k beside"),
+    (WORKERS, "2 if runs_triton(device) else sys.maxsize", "sys.maxsize",
+     "tests/compile/test_workers.py -k two_cores"),
+    ("torch_compat/compiling/inductor.py", 'os.environ["TRITON_CACHE_DIR"] =', "_ =",
+     "tests/torch_compat/test_inductor.py -k triton"),
+    ("benchmarks/first_hour.py", 'f"--error-exitcode={REPORTED}", ', "",
+     "tests/benchmarks/test_first_hour.py -k sanitizer"),
     (OWNERSHIP, "if left := self.left.get(storage_id(tensor)):", "if left := None:",
      f"{LIVE}/test_breakable.py -k leaves_a_break"),
     (TAPED, "self.ownership.refuse_left((args, kwargs))", "pass", f"{FAITHFUL} -k op_left"),

@@ -28,7 +28,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
+import torch
+
 from ...cache.keys.environment import child_environment
+from ...torch_compat.basics.devices import runs_triton
 from ...torch_compat.basics.settings import process_state
 from ...torch_compat.compiling.piece_data import NotData, dump_plain
 from ..ir.compilation import CompileRequest
@@ -60,7 +63,7 @@ main()"""
 def workers_for(request: CompileRequest) -> Iterator[Executor | None]:
     """What compiles beside this process for a model that is about to be traced: the executor of
     the program, or a pool that ends with the block; or None."""
-    count = number_of_workers(request.serving)
+    count = number_of_workers(request.device, request.serving)
     code = request.config.code
     compiler = compiler_for(code, request.dump_dir, request.cache, request.events)
     if not compiler.in_workers or not (count or request.executor):
@@ -80,16 +83,19 @@ def workers_for(request: CompileRequest) -> Iterator[Executor | None]:
     try:
         yield workers
     finally:
-        workers.shutdown(wait=False)
+        # memory of a device is read next: that of a worker is given back before
+        workers.shutdown(wait=runs_triton(request.device))
 
 
-def number_of_workers(serving: bool) -> int:
+def number_of_workers(device: torch.device, serving: bool) -> int:
     """Two fewer than cores; at least one where this process serves; none if one thread may compile.
 
     This process compiles too. A worker on the second of two cores made a start of three pieces 13 %
-    slower.
+    slower. Kernels of Triton are timed on the device when code is generated: one process does it,
+    and no other takes the memory of a context (0.4 GB and more). torch's own pool, whose processes
+    have none, compiles them.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = min(len(os.sched_getaffinity(0)), 2 if runs_triton(device) else sys.maxsize)
     stated = os.environ.get(THREADS, "")
     if stated.isdigit():
         cores = min(cores, int(stated))

@@ -35,6 +35,7 @@ from ...torch_compat.basics.cuda import (
     free_workspaces_of_captures,
     keep_forever,
     own_stream,
+    upload,
 )
 from ...torch_compat.basics.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
@@ -114,9 +115,11 @@ class CudaCapture:
             raise
         try:
             self._graph.capture_end()
-            if self._tracker.host_read is not None:
-                raise self._tracker.host_read
-            if self._tracker.computed and not nodes:
+            if self._tracker.refused is not None:
+                raise self._tracker.refused
+            if nodes:  # one without nodes is never replayed
+                upload(self._graph)
+            elif self._tracker.computed:
                 raise RuntimeError(
                     f"{self._tracker.computed} ran during the capture, and the graph has no node: "
                     "the work went to another device or stream"
@@ -229,6 +232,10 @@ class CudaBackend:
     def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def may_capture(self) -> bool:
+        with torch.cuda.device(self._device):
+            return not torch.cuda.is_current_stream_capturing()
+
     def begin(self, pool: CudaPool, ownership: Ownership) -> CudaCapture:
         current = torch.cuda.current_stream(self._device)
         if pool.stream is None or pool.stream.priority != current.priority:
@@ -246,9 +253,8 @@ class CudaBackend:
         if handle == self._last_handle and self._last is not None:
             return
         current = torch.cuda.current_stream(self._device)
-        with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                return
+        if not self.may_capture():
+            return
         if self._last is not None:
             current.wait_stream(self._last)
         self._last, self._last_handle = current, handle

@@ -17,7 +17,12 @@ from torch import Tensor, UntypedStorage
 
 from ...compile.ir.locations import user_line
 from ...compile.ir.ops import tensors_in
-from ...errors import HostReadInCapture, TensorLeftBreak
+from ...errors import (
+    GeneratorInCapture,
+    HostReadInCapture,
+    RefusedInCapture,
+    TensorLeftBreak,
+)
 from ...torch_compat.basics.ops import (
     OpOverload,
     branches_by_value,
@@ -153,8 +158,8 @@ class TensorTracker(LightDispatchMode):
         self.ownership = ownership
         self.computed: str | None = None
         """The first operator that must have launched work on the device."""
-        self.host_read: HostReadInCapture | None = None
-        """The first read of a value on the host; an op may have swallowed the error."""
+        self.refused: RefusedInCapture | None = None
+        """Why no graph can hold this; an op may have swallowed the error."""
         self._device = device
 
     def start(self) -> None:
@@ -169,7 +174,7 @@ class TensorTracker(LightDispatchMode):
         given = kwargs or {}
         if not is_higher_order(func):
             return self.operation(func, args, given)
-        self.refuse_host_read(func, args, given, memory_of((args, given)))
+        self.refuse(func, args, given, memory_of((args, given)))
         with self:
             return run_higher_order(func, args, given)
 
@@ -180,7 +185,7 @@ class TensorTracker(LightDispatchMode):
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         used = memory_of((args, kwargs))
-        self.refuse_host_read(func, args, kwargs, used)
+        self.refuse(func, args, kwargs, used)
         self.ownership.find(used, self.bakes, user_line)
         try:
             result = self.run(func, args, kwargs)
@@ -197,31 +202,54 @@ class TensorTracker(LightDispatchMode):
         """Whether a graph has the value of `tensor`: it reads no memory of the host but pinned."""
         return tensor.is_cpu and not tensor.is_pinned()
 
-    def refuse_host_read(
-        self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]
-    ) -> None:
-        """Raise HostReadInCapture for an operator that needs a value of the device on the host."""
+    def refuse(self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]) -> None:
+        """Raise GeneratorInCapture or HostReadInCapture for an operator that no graph can hold: it
+        draws from a generator that torch has not registered with the graph, or needs a value of the
+        device on the host."""
         on_device = self._device == "CPU" or not all(tensor.is_cpu for tensor in used)
+        if has_own_generator((*args, *kwargs.values())):
+            self.refused = GeneratorInCapture(where=user_line(), op=func)
+            raise self.refused
         if on_device and reads_host(func, args, kwargs):
-            self.host_read = HostReadInCapture(where=user_line(), op=func)
-            raise self.host_read
+            self.refused = HostReadInCapture(where=user_line(), op=func)
+            raise self.refused
+
+    def kernel_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """As `kernel`, of a custom op that compiled code calls."""
+        return self.kernel(func, args, kwargs)
+
+    def refuse_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """As `refuse`, of an operator that compiled code calls."""
+        self.refuse(func, args, kwargs, memory_of((args, kwargs)))
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; operators called in the body of a custom op are seen too."""
         if func.namespace == "aten" and not is_composite(func):
             return func(*args, **kwargs)
-        # the kernel that is called outside of a capture: the CPU's, if all tensors are there
-        on_cpu = {tensor.is_cpu for tensor in memory_of((args, kwargs))} == {True}
         with self:
-            return run_kernel(func, "CPU" if on_cpu else self._device, args, kwargs)
+            return self.kernel(func, args, kwargs)
+
+    def kernel(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run what is called outside of a capture: the CPU's kernel, if all tensors are there."""
+        on_cpu = {tensor.is_cpu for tensor in memory_of((args, kwargs))} == {True}
+        return run_kernel(func, "CPU" if on_cpu else self._device, args, kwargs)
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a compiled piece, whose inside no dispatch mode can see."""
+        """Call a compiled piece: what its operators make is its own, unless it is a result."""
         with without_modes():
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
-            result = fn(*args)
+            result = self.seen(fn, args)
             self.fresh(result, used)
+        return result
+
+    def seen(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a piece, and refuse what it calls. What an op has swallowed is raised here, where
+        the piece and so the line is known."""
+        with EachOp(self.refuse_in_piece, self.kernel_in_piece):
+            result = fn(*args)
+        if self.refused is not None:
+            raise self.refused
         return result
 
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
@@ -245,6 +273,29 @@ def run_seen(
         return kernel(func, args, kwargs)
 
 
+class EachOp(LightDispatchMode):
+    """Calls `see` before each operator that runs inside, also in custom ops written in Python.
+
+    `kernel` runs these.
+    """
+
+    def __init__(
+        self,
+        see: Callable[[OpOverload, Any, Any], object],
+        kernel: Callable[[OpOverload, Any, Any], Any],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+        self._kernel = kernel
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        self._see(func, args, given)
+        return run_seen(self, func, args, given, self._kernel)
+
+
 class MadeInBreak(LightDispatchMode):
     """Collects in `storages` the memory that operators make inside, also in custom ops."""
 
@@ -262,6 +313,12 @@ class MadeInBreak(LightDispatchMode):
             if storage_id(tensor) not in used:
                 self.storages[storage_id(tensor)] = weak_storage(tensor)
         return result
+
+
+def has_own_generator(arguments: Iterable[Any]) -> bool:
+    """Whether one of `arguments` is a generator that graphs do not know: not torch's own."""
+    known = (torch.default_generator, *torch.cuda.default_generators)
+    return any(isinstance(each, torch.Generator) and each not in known for each in arguments)
 
 
 def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -186,6 +186,9 @@ class GraphBackend(Protocol):
         While `is_open()`, one of them is open. Here an emulation refuses what a device would.
         """
 
+    def may_capture(self) -> bool:
+        """Whether a step may capture first: it is not itself captured, by the engine."""
+
     def begin(self, pool: Any, ownership: Ownership) -> Capture:
         """Open a capture into `pool`, in which nobody else's work can get.
 

@@ -20,7 +20,7 @@ from ...compile.plan.codegen import Hook
 from ...compile.plan.compiled_model import CompiledModel
 from ...compile.plan.result_forms import checked_link
 from ...compile.plan.step_names import call_names, piece_names, ranged
-from ...errors import HostCopyInCapture, HostReadInCapture
+from ...errors import RefusedInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
 from ...torch_compat.compiling.partition import partitions_through
@@ -111,7 +111,7 @@ def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
             return fn(*args) if stand_in is None else stand_in.run_piece(fn, args)
         try:
             result: R = recorder.piece(fn, args)
-        except (HostReadInCapture, HostCopyInCapture) as error:
+        except RefusedInCapture as error:
             name = str(error.facts["op"]).split(".")[:2][-1]
             where = error.where or op_line(text, re.compile(rf"\b{name}\("))
             raise type(error)(where=where, **error.facts) from error

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import ast
-import json
+import os
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 
-from piecegraph.benchmarks import first_hour, gpu_wheels
-from piecegraph.benchmarks.first_hour import Step, read_result, run_step, steps, table, write
+from piecegraph.benchmarks import first_hour, gpu_wheels, on_device
+from piecegraph.benchmarks.first_hour import PARTS, Step, read_result, run_step, steps
 
 
 def python(code: str, limit_s: int = 30, **facts: str) -> Step:
-    return Step("step", "something", [sys.executable, "-c", code], limit_s, **facts)
+    return Step("step", "A", "something", [sys.executable, "-c", code], limit_s, **facts)
 
 
 @pytest.mark.slow
-def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output():
+def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -> None:
     code = (
         "import subprocess, sys; print('began', flush=True); "
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -32,7 +34,7 @@ def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output():
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result():
+def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> None:
     failed = run_step(python("print('why'); raise SystemExit(3)"))
     assert (failed["status"], failed["output"]) == ("failed (3)", "why\n")
     beside = "import sys; print('a table', file=sys.stderr); "
@@ -42,7 +44,7 @@ def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result():
     assert run_step(python("", why_not="one device"))["status"] == "not run"
 
 
-def test_the_summary_of_pytest_is_a_result():
+def test_the_summary_of_pytest_is_a_result() -> None:
     assert (
         read_result("....\n== 5 passed, 3 skipped in 0.52s ==\n") == "5 passed, 3 skipped in 0.52s"
     )
@@ -51,22 +53,27 @@ def test_the_summary_of_pytest_is_a_result():
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_correctness_comes_before_speed_and_no_step_is_named_twice(small, tmp_path):
-    names = [step.name for step in steps(small, 1, tmp_path / "gpu.json")]
+def test_each_part_is_one_command_and_captures_come_first(small: bool, tmp_path: Path) -> None:
+    plan = steps(small, 1, tmp_path)
+    names = [step.name for step in plan]
     assert len(set(names)) == len(names)
-    assert all(step.limit_s < 600 for step in steps(small, 1, tmp_path / "gpu.json"))
-    assert names.index("captures") < names.index("graph_bytes") < names.index("step_cost")
-    (two,) = [step for step in steps(small, 1, tmp_path / "gpu.json") if step.name == "two ranks"]
+    assert [step.part for step in plan] == sorted(step.part for step in plan)
+    assert all(step.limit_s <= PARTS[step.part].limit_s < 480 for step in plan)
+    assert sum(part.limit_s for part in PARTS.values()) <= 2160
+    assert names[0] == "captured_decode"
+    measured = {step.command[-1] for step in steps(False, 2, tmp_path)}
+    assert set(on_device.MEASUREMENTS) <= measured | {"captured_decode", "invalid_access"}
+    (two,) = [step for step in plan if step.name == "two_ranks"]
     assert two.why_not == "one device"
 
 
 class FirstHour:
     """`first_hour.main` with steps that note that they ran; those in `failing` fail."""
 
-    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.out, self.ran, self.failing = out, list[str](), set[str]()
+    def __init__(self, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.results, self.ran, self.failing = results, list[str](), set[str]()
         self.commit, self.device = "c1", "a device"
-        plan = [Step(name, "a fact", [], 1) for name in ("one", "two", "three")]
+        plan = [Step(name, part, "a fact", [], 1) for name, part in STEPS.items()]
         facts = {"devices": 1, "bytes": 1, "cuda": "13.0"}
         monkeypatch.setattr(first_hour, "device_facts", lambda: {"device": self.device, **facts})
         monkeypatch.setattr(first_hour, "commit_of", lambda folder: self.commit)
@@ -76,96 +83,173 @@ class FirstHour:
 
     def _run(self, step: Step) -> dict[str, str]:
         self.ran.append(step.name)
-        status = "failed (1)" if step.name in self.failing else "passed"
-        return {"step": step.name, "shows": step.shows, "status": status, "result": "a | b"}
+        if step.name in self.failing:
+            raise KeyboardInterrupt  # the command is ended
+        return {"step": step.name, "shows": step.shows, "status": "passed", "result": "a | b"}
 
-    def run(self, *options: str) -> tuple[int, list[str]]:
-        """The exit code and the steps that ran."""
-        self._argv(["first_hour", "--out", str(self.out), *options])
+    def run(self, *options: str) -> list[str]:
+        """The steps that ran."""
+        self._argv(["first_hour", "--results", str(self.results), *options])
         self.ran.clear()
-        return first_hour.main(), list(self.ran)
+        with suppress(KeyboardInterrupt):
+            assert first_hour.main() == 0
+        return list(self.ran)
 
-    def results(self) -> dict[str, str]:
-        steps = json.loads(self.out.read_text())["steps"]
-        return {each["step"]: f"{each['status']} {each['commit']}" for each in steps}
+
+STEPS = {"one": "A", "two": "A", "three": "B", "four": "C"}
 
 
 @pytest.fixture
 def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FirstHour:
-    return FirstHour(tmp_path / "gpu.json", monkeypatch)
+    return FirstHour(tmp_path / "results", monkeypatch)
 
 
-def test_what_has_passed_is_not_repeated(hour, capsys):
+def test_an_ended_command_goes_on_where_it_was(hour: FirstHour, tmp_path: Path) -> None:
     hour.failing = {"two"}
-    assert hour.run() == (1, ["one", "two", "three"])
+    assert hour.run("A") == ["one", "two"]
     hour.failing = set()
-    assert hour.run() == (0, ["two"])
-    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c1")
-    assert "| two | a fact | passed |  | a / b | c1 |" in hour.out.with_suffix(".md").read_text()
-    assert hour.run("--again") == (0, ["one", "two", "three"])
-    assert "2 failed" not in capsys.readouterr().out
+    hour.results = hour.results.rename(tmp_path / "passed in again")
+    assert hour.run("A") == ["two"]
+    assert hour.run() == ["three", "four"]
+    assert sorted(path.name for path in hour.results.iterdir()) == ["A.json", "B.json", "C.json"]
+    assert hour.run("--again", "B") == ["three"]
+    assert "| A | two | a fact | passed |  | a / b |" in first_hour.table(hour.results)
 
 
-def test_a_run_of_some_steps_keeps_the_results_of_the_others(hour):
-    assert hour.run("--only", "three") == (0, ["three"])
-    hour.commit = "c2"
-    assert hour.run("--only", "one") == (0, ["one"])
-    assert list(hour.results().items()) == [("one", "passed c2"), ("three", "passed c1")]
-    assert hour.run() == (0, ["two", "three"])
-    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c2")
-
-
-def test_results_of_no_commit_or_of_local_changes_are_not_reused(hour):
-    for hour.commit in ("c1" + first_hour.CHANGED, first_hour.CHANGED):
-        assert [hour.run()[1], hour.run()[1]] == [["one", "two", "three"]] * 2
-
-
-def test_results_of_another_device_are_not_overwritten(hour):
+@pytest.mark.parametrize("field", ["commit", "device"])
+def test_results_of_other_sources_or_another_device_are_not_reused(
+    hour: FirstHour, field: str
+) -> None:
     hour.run()
-    hour.device = "another"
-    with pytest.raises(SystemExit, match="which differ in device: move it"):
-        hour.run()
-    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c1")
+    setattr(hour, field, "another")
+    assert hour.run() == list(STEPS)
+    assert hour.run() == []
+
+
+def test_a_part_ends_within_its_limit(hour: FirstHour, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PARTS, "A", replace(PARTS["A"], limit_s=0))
+    monkeypatch.setattr(first_hour, "run_step", lambda step: pytest.fail("it ran"))
+    record = {"part": "A", "commit": "", "device": "", "versions": {}, "small": True}
+    hour.results.mkdir()
+    plan = [Step("one", "A", "a fact", [], 30)]
+    (result,) = first_hour.run_part(plan, hour.results / "A.json", record)
+    assert result["status"] == "no time left"
 
 
 @pytest.mark.slow
-def test_local_changes_are_part_of_a_commit(tmp_path):
-    assert first_hour.commit_of(tmp_path) == first_hour.CHANGED
+def test_sources_are_told_apart_without_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
-    (tmp_path / "file").write_text("1")
-    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+    (tmp_path / "file.py").write_text("1")
+    nothing = first_hour.commit_of(tmp_path)
+    assert nothing.startswith("no commit, sources ")
+    for arguments in (["init", "-q"], ["add", "file.py"], ["commit", "-qm", "first"]):
         subprocess.run([*git, *arguments], check=True)
     commit = first_hour.commit_of(tmp_path)
     assert len(commit) == 12
-    (tmp_path / "file").write_text("2")
-    assert first_hour.commit_of(tmp_path) == commit + first_hour.CHANGED
+    (tmp_path / "file.py").write_text("2")
+    changed = first_hour.commit_of(tmp_path)
+    assert changed.startswith(f"{commit}{first_hour.CHANGED}, sources ")
+    assert changed[-12:] != nothing[-12:]
+    monkeypatch.setenv(first_hour.COMMIT, "told")
+    assert first_hour.commit_of(tmp_path) == "told"
 
 
-def test_results_are_replaced_at_once(tmp_path):
-    record = {
-        "date": "today",
-        "device": "d",
-        "versions": {"torch": "2"},
-        "small": True,
-        "steps": [],
+def test_other_versions_than_those_of_the_device_are_named() -> None:
+    same = {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0"}
+    assert first_hour.other_versions(same) == []
+    for name, other in (("python", "3.11.9"), ("torch", "2.11.1"), ("triton", "3.60.0")):
+        (said,) = first_hour.other_versions({**same, name: other})
+        assert said.startswith(f"{name} {other} instead of ")
+
+
+@pytest.mark.parametrize("name", first_hour.DEVICE["limits"])
+def test_each_limit_can_fail(name: str) -> None:
+    limit = first_hour.DEVICE["limits"][name]
+    worse = limit - 0.01 if name.endswith("_least") else limit * 1.05 + 1e-9
+    assert on_device.above(name, limit) == []
+    assert len(on_device.above(name, worse, on_device.DEVICE)) == 1
+    assert on_device.above(name, worse, on_device.SMALL) == []
+
+
+@pytest.mark.parametrize(
+    ("costs", "failed"),
+    [
+        ({}, []),
+        ({"full": 1.05}, ["full_over_by_hand"]),
+        ({"unsplit": 1.05}, ["full_over_reduce_overhead"]),
+        ({"full_host": 1.35}, ["host_over_by_hand"]),
+        ({"in_place_host": 1.25}, ["host_over_in_place"]),
+        ({"33_graphs_step_host": 1.35}, ["host_over_replays"]),
+        ({"unseen": 1.0}, ["seen_of_5_percent_least"]),
+    ],
+    ids=str,
+)
+def test_a_planted_cost_fails_the_measurement_of_steps(
+    costs: dict[str, float], failed: list[str]
+) -> None:
+    """On a clock that only the steps move, by what the host and then the device take."""
+    now = free = 0.0  # of the host, and when the device has done what is queued
+    names = ("by_hand", "replay", "full", "in_place", "reduced", "unsplit")
+    unseen = "unseen" in costs
+
+    def step(name: str) -> None:
+        nonlocal now, free
+        now += 10e-6 * costs.get(f"{name}_host", 1.0)
+        free = max(now, free) + (0 if unseen else 90e-6) * costs.get(name, 1.0)
+
+    def wait() -> None:
+        nonlocal now
+        now = max(now, free) + (1e-3 if unseen else 0)
+
+    clock = {"wait": wait, "clock": lambda: now}
+    fns = {name: partial(step, name) for name in names}
+    row = on_device.in_turn(fns, 3, planted=("by_hand", "replay"), **clock)
+    pieces = {
+        f"33_graphs_{each}": partial(step, f"33_graphs_{each}") for each in ("step", "replays")
     }
-    write(tmp_path / "gpu.json", record)
-    assert json.loads((tmp_path / "gpu.json").read_text()) == record
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
-    assert table(record).splitlines()[0] == "today, d, torch 2, small: True"
+    row |= on_device.in_turn(pieces, 3, **clock)
+    said = on_device.judged(row, on_device.DEVICE)
+    assert [each.split()[0] for each in said] == failed
 
 
-def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch():
+TOOL = f"""#!{sys.executable}
+import subprocess, sys
+status = next((int(a.partition("=")[2]) for a in sys.argv if a.startswith("--error-exitcode=")), 0)
+print("========= ERROR SUMMARY: {{found}} errors")
+sys.exit(status if {{found}} else 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("found", [0, 3])
+def test_the_sanitizer_fails_its_step_and_must_see_a_planted_access(
+    found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool returns the program's status for errors that it found, unless it is told another."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL.format(found=found))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    plan = [step for step in steps(True, 1, tmp_path) if step.name.startswith("sanitized")]
+    passed = {step.name: run_step(step)["status"] == "passed" for step in plan}
+    right = not found
+    expected = {"sanitized steps": right, "sanitized attention": right}
+    assert passed == {**expected, "sanitized fault": not right}
+
+
+def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch() -> None:
     names = {gpu_wheels.name(each) for each in gpu_wheels.requirements()}
     assert {"setuptools", "pydantic", "typer", "rich", "numpy", "pytest", "hypothesis"} <= names
     assert not {"torch", "triton", "piecegraph"} & names
 
 
-def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path):
+def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path: Path) -> None:
     """One file that cannot be imported ends all tests of its step."""
     named = [*gpu_wheels.requirements(), *(requires("torch") or ())]
     held = {gpu_wheels.name(each) for each in named} | {"torch", "triton", "piecegraph"}
-    commands = [step.command for step in steps(False, 1, tmp_path / "gpu.json")]
+    commands = [step.command for step in steps(False, 1, tmp_path)]
     named_paths = {
         first_hour.ROOT / word for each in commands if "pytest" in each for word in each
         if word.startswith("tests/")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,23 @@ def test_closing_ends_processes_and_calls(stubs, monkeypatch):
 def test_two_cores_are_for_the_process_itself(monkeypatch, cores, stated, serving, count):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setenv(pool.THREADS, stated)
-    assert number_of_workers(serving) == count
+    assert number_of_workers(torch.device("cpu"), serving) == count
+    assert number_of_workers(torch.device("cuda"), serving) == (serving and stated != "1")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_compiles_beside_the_process_on_a_device_when_the_block_ends(monkeypatch, device):
+    request = SimpleNamespace(device=torch.device(device), serving=True, executor=None)
+    request.config, request.dump_dir, request.cache = SimpleNamespace(code=None), None, None
+    request.events, waited = SimpleNamespace(emit=None), list[bool]()
+    end = SimpleNamespace(shutdown=lambda wait: waited.append(wait))
+    compiler = SimpleNamespace(in_workers=True, name="inductor")
+    monkeypatch.delenv(pool.THREADS, raising=False)
+    monkeypatch.setattr(pool, "compiler_for", lambda *_: compiler)
+    monkeypatch.setattr(pool, "Workers", lambda *_: end)
+    with pool.workers_for(request) as workers:
+        assert workers is end
+    assert waited == [device == "cuda"]
 
 
 # real workers

@@ -17,12 +17,18 @@ MAPPING = 20 << 20
 """With expandable segments torch maps this much memory at a time, or a multiple."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if item.get_closest_marker("slow"):  # compiles with ptxas and g++
                 item.add_marker(pytest.mark.timeout(1800))
+    yield
+    # up to torch 2.12, memory is not given back in a process with a capture that was invalidated,
+    # and before 2.12 workspaces are not in one with graphs of others
+    last = ("test_examples.py", "test_captures.py", "test_cuda.py")
+    items.sort(key=lambda item: item.path.name in last)
 
 
 def on_stand_in() -> bool:

@@ -22,14 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
         triton_values.install()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # up to torch 2.12, memory is not given back in a process with a capture that was invalidated,
-    # and before 2.12 workspaces are not in one with graphs of others
-    last = ("test_examples.py", "test_captures.py")
-    items.sort(key=lambda item: item.path.name in last)
-
-
 _KEPT = pytest.StashKey[torch.library.Library]()
 
 

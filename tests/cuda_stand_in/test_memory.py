@@ -110,6 +110,10 @@ def test_what_the_driver_takes_for_executables_counts(stand_in):
     assert plan.graphs == pytest.approx(taken, rel=0.1)
     later = model.parts.strategies.memory_plan(0.9, nothing)
     assert later.kv_cache == pytest.approx(plan.kv_cache, abs=plan.margin + 2 * MIB)
+    for recording in recordings:
+        recording.replay()
+    torch.cuda.synchronize()
+    assert stand_in.used() - before == taken  # uploaded by the captures, not by first replays
     model.release()
     assert model.report()["memory"][-1]["bytes"] == 0
     model.close()

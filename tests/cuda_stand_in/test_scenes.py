@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -233,6 +234,26 @@ def test_an_engine_captures_a_step(model):
         x.copy_(torch.randn(16, 64))
         whole.replay()
         torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_that_the_engine_captures_captures_nothing_itself():
+    """Under LAZY its graph would be captured first, which ends the engine's capture with an error
+    of the driver. It replays a larger graph instead, which torch 2.11 refuses by name."""
+    model = prepared("cuda:0", **SETTINGS, graph_mode="FULL", strategy="lazy")
+    model.capture(nothing)
+    x, whole = torch.randn(8, 64, device="cuda:0"), torch.cuda.CUDAGraph()
+    refuses = torch.__version__ < "2.12"
+    refused = pytest.raises(RuntimeError, match="prepare for replay during capturing stage")
+    with refused if refuses else nullcontext(), torch.cuda.graph(whole):
+        result = model(x, batch=batch(8), metadata=None)
+    assert len(model.recordings()) == 1
+    if not refuses:
+        x.normal_()
+        whole.replay()
+        torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
+    check(model, 8)
+    assert len(model.recordings()) == 2
+    model.close()
 
 
 def test_a_fault_in_one_step_is_an_error_and_the_next_is_right(model, stand_in):

@@ -115,8 +115,8 @@ class FakeCapture:
 
     def end(self) -> FakeGraph:
         self.abort()
-        if self._tracker.host_read is not None:
-            raise self._tracker.host_read
+        if self._tracker.refused is not None:
+            raise self._tracker.refused
         if self._graph.num_bytes > self._backend.memory().free:
             raise torch.OutOfMemoryError("the device has no memory left")
         self._pool.append(self._graph)
@@ -150,6 +150,9 @@ class FakeBackend:
     def new_pool(self) -> list[DeviceGraph]:
         self.pools.append([])
         return self.pools[-1]
+
+    def may_capture(self) -> bool:
+        return True
 
     def begin(self, pool: list[DeviceGraph], ownership: Ownership) -> FakeCapture:
         return FakeCapture(self, pool, ownership)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.cpp_extension
 
 from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat.basics import settings, tensors
@@ -41,3 +43,16 @@ def test_libraries_are_compiled_and_loaded(tmp_path):
             x = torch.randn(size, 2)
             (result,) = run([x])
             assert torch.equal(result, op(x, x))
+
+
+def test_the_toolkit_that_torch_found_is_stated_for_the_link(monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    for found, own, stated in (("/toolkit", None, "/toolkit"), ("/toolkit", "/own", "/own"),
+                               (None, None, None)):  # fmt: skip
+        monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", found)
+        if own is not None:
+            monkeypatch.setenv("CUDA_HOME", own)
+        with aoti.stated_toolkit():
+            assert os.environ.get("CUDA_HOME") == stated
+        assert os.environ.get("CUDA_HOME") == own
+        monkeypatch.delenv("CUDA_HOME", raising=False)

@@ -33,6 +33,9 @@ def test_captured_graph_is_counted_and_replayed():
         assert cuda.captured_graph()[0] == 0
         x.add_(1)
         assert cuda.captured_graph()[0] == 1
+    cuda.upload(graph)
+    torch.cuda.synchronize()
+    assert torch.equal(x, torch.zeros_like(x))  # nothing is executed
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(x, torch.ones_like(x))

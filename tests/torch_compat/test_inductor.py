@@ -143,3 +143,12 @@ def test_what_tracing_and_compiling_need_can_be_imported_before():
         "imported('torch._inductor.graph', inductor.import_inductor)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_triton_is_told_a_folder_which_torchs_pool_keeps_otherwise(tmp_path, monkeypatch):
+    """Its processes take over variables that are set, and keep others of an earlier compile."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    for name in ("first", "second"):
+        with inductor.inductor_cache_directory(str(tmp_path / name)):
+            assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / name / "triton")
+    assert os.environ["TRITON_CACHE_DIR"] == "before"

@@ -16,11 +16,9 @@ def own_stream(device: int, priority: int) -> torch.cuda.Stream:
     It is never destroyed: the allocator keeps the handle with the memory that was allocated on it,
     and waits for the stream before it unmaps a segment (`expandable_segments`).
     """
-    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        error = driver.cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
-    if error != 0:
-        raise RuntimeError(f"cuStreamCreateWithPriority returned CUDA driver error {error}")
+        _driver("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
     return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
 
 
@@ -31,6 +29,16 @@ current_stream_handle: Callable[[int], int] = getattr(
 )
 """The handle of a device's current stream, in a tenth of the time of `torch.cuda.current_stream`.
 A build without CUDA has none."""
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    """Call the driver. Raises RuntimeError, or OutOfMemoryError."""
+    if (error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)) != 0:
+        kind = torch.OutOfMemoryError if error == _OUT_OF_MEMORY else RuntimeError
+        raise kind(f"{name} returned CUDA driver error {error}")
+
+
+_OUT_OF_MEMORY = 2
 
 
 def capture_is_invalid() -> bool:
@@ -52,33 +60,38 @@ def captured_graph() -> tuple[int, str]:
     cuStreamGetCaptureInfo). Asking now spares `keep_graph=True`, which keeps each graph beside its
     executable form.
     """
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def call(name: str, *arguments: Any) -> None:
-        if (error := getattr(driver, name)(*arguments)) != 0:
-            raise RuntimeError(f"{name} returned CUDA driver error {error}")
-
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
-    call("cuStreamGetCaptureInfo_v2", stream, *out)
+    _driver("cuStreamGetCaptureInfo_v2", stream, *out)
     num_nodes, num_edges = ctypes.c_size_t(), ctypes.c_size_t()
     if not graph:
         return 0, ""
-    call("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
-    call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(num_edges))
+    _driver("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
+    _driver("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(num_edges))
     nodes = (ctypes.c_void_p * num_nodes.value)()
-    call("cuGraphGetNodes", graph, nodes, ctypes.byref(num_nodes))
+    _driver("cuGraphGetNodes", graph, nodes, ctypes.byref(num_nodes))
     ends = [(ctypes.c_void_p * num_edges.value)() for _ in range(2)]
     kinds = (ctypes.c_uint64 * num_edges.value)()  # CUgraphEdgeData has 8 bytes
-    call("cuGraphGetEdges_v2", graph, *ends, kinds, ctypes.byref(num_edges))
+    _driver("cuGraphGetEdges_v2", graph, *ends, kinds, ctypes.byref(num_edges))
     node_type, types = ctypes.c_int(), []
     for node in nodes:
-        call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(node_type))
+        _driver("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(node_type))
         types.append(node_type.value)
     position = {node: index for index, node in enumerate(nodes)}
     edges = sorted(zip(*([position[node] for node in end] for end in ends), kinds, strict=True))
     return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()[:16]
+
+
+def upload(graph: torch.cuda.CUDAGraph) -> None:
+    """Send the executable form of a captured graph to the device, which its first launch would do:
+    no step pays for it, and what it takes is read with the capture. Executes nothing.
+
+    Raises OutOfMemoryError.
+    """
+    stream = torch.cuda.current_stream().cuda_stream
+    handles = (ctypes.c_void_p(handle) for handle in (graph.raw_cuda_graph_exec(), stream))
+    _driver("cuGraphUpload", *handles)
 
 
 def free_workspaces_of_captures(pool: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -51,7 +54,7 @@ def aoti_compile(
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
     # torch 2.11 has no line tables to turn off
     no_lines = hasattr(config.aot_inductor, "enable_line_tables")
-    with warnings.catch_warnings(), repaired_lowering():
+    with warnings.catch_warnings(), repaired_lowering(), stated_toolkit():
         warnings.simplefilter("ignore")  # torch warns about its own deprecated pytree classes
         path = aot_compile(
             program.module(check_guards=False),
@@ -66,6 +69,17 @@ def aoti_compile(
     ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
     guards = tuple(guard.expr for guard in env.guards)
     return AheadCompiled(Path(str(path)), guards, ranges)
+
+
+@contextmanager
+def stated_toolkit() -> Iterator[None]:
+    """State CUDA_HOME where torch has found a toolkit without it: torch links a library against the
+    toolkit's stub of libcuda only if the variable is set."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    found = {} if CUDA_HOME is None else {"CUDA_HOME": os.environ.get("CUDA_HOME", CUDA_HOME)}
+    with patch.dict(os.environ, found):
+        yield
 
 
 def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:

@@ -31,12 +31,12 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 
     Only environment variables can set it: `torch._inductor.runtime.cache_dir_utils` reads
     TORCHINDUCTOR_CACHE_DIR on each call, has no setting for it (2.11 to 2.15), and passes it to
-    child processes. Triton uses a subdirectory unless TRITON_CACHE_DIR is set. Both variables are
-    restored at the end, and in-memory tables that refer to files in `path` are cleared.
+    child processes. These keep the TRITON_CACHE_DIR of an earlier compile where it is not set. Both
+    variables are restored at the end, and tables in memory that refer to `path` are cleared.
     """
     with preserve_cache_variables():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
-        os.environ.pop("TRITON_CACHE_DIR", None)
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(path, "triton")
         from torch._inductor.utils import clear_caches  # which makes the directory
 
         try:

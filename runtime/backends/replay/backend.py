@@ -129,9 +129,9 @@ class TapeCapture:
 
     def end(self) -> TapeGraph:
         self._tape.stop()
-        if self._tape.host_read is not None:
+        if self._tape.refused is not None:
             self._tape.undo()
-            raise self._tape.host_read
+            raise self._tape.refused
         if self._pool.growth(self._tape.made_bytes) > self._backend.memory().free:
             self._tape.undo()
             raise torch.OutOfMemoryError("this capture would exceed the modeled limit")
@@ -216,6 +216,9 @@ class ReplayBackend:
 
     def release_pool(self, pool: ModeledPool) -> None:
         pass  # a tape's memory is gone with the tape
+
+    def may_capture(self) -> bool:
+        return True
 
     def begin(self, pool: ModeledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1

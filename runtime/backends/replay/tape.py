@@ -22,10 +22,8 @@ from ....torch_compat.basics.ops import (
     OpOverload,
     is_higher_order,
     returns_nothing,
-    run_kernel,
 )
 from ....torch_compat.basics.tensors import (
-    LightDispatchMode,
     storage_id,
     tree_map_only,
     without_modes,
@@ -37,8 +35,6 @@ from ..ownership import (
     Ownership,
     TensorTracker,
     memory_of,
-    reads_host,
-    run_seen,
 )
 from .host_copies import ValueReads
 
@@ -63,7 +59,7 @@ class Tape(TensorTracker):
         One that returns nothing is an assertion, if it is not written in Python.
         """
         used = memory_of((args, kwargs))
-        self.refuse_host_read(func, args, kwargs, used)
+        self.refuse(func, args, kwargs, used)
         self.ownership.find(used, self.bakes, user_line)
         written = memory_of(list(written_by(func, args, kwargs)))
         self._save(written)
@@ -88,10 +84,7 @@ class Tape(TensorTracker):
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
             arguments = self._save(used)
-            with EachOp(self._see_in_piece, self._kernel_in_piece):
-                kept = fn(*args)
-            if self.host_read is not None:
-                raise self.host_read  # here, where the piece and so the line is known
+            kept = self.seen(fn, args)
             for saved in arguments:
                 write_back(*saved)
             result = fn(*args)
@@ -99,12 +92,10 @@ class Tape(TensorTracker):
             self._record(fn, args, {}, result, fresh)
         return result
 
-    def _see_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        """The first host read counts: an op may swallow the error."""
+    def refuse_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         self.ownership.refuse_left((args, kwargs))
         self._ops_in_pieces += is_higher_order(func) or not func.is_view
-        if reads_host(func, args, kwargs):
-            self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
+        super().refuse_in_piece(func, args, kwargs)
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         run = partial(super().run, func, args, kwargs)
@@ -112,8 +103,9 @@ class Tape(TensorTracker):
             return run()
         return self._kernel(run, lambda: len(self.operations))
 
-    def _kernel_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        return self._kernel(partial(_on_cpu, func, args, kwargs), lambda: self._ops_in_pieces)
+    def kernel_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        run = partial(self.kernel, func, args, kwargs)
+        return self._kernel(run, lambda: self._ops_in_pieces)
 
     def _kernel(self, run: Callable[[], Any], count: Callable[[], int]) -> Any:
         """Run the body of an op. Operators that it calls are given what it read on the host:
@@ -123,7 +115,7 @@ class Tape(TensorTracker):
             result = run()
         reads, self._value_reads = self._value_reads, outer
         if reads and count() > before:
-            self.host_read = self.host_read or reads[0]
+            self.refused = self.refused or reads[0]
             raise reads[0]
         return result
 
@@ -166,33 +158,6 @@ class Tape(TensorTracker):
         for saved in reversed(self._before):
             write_back(*saved)
         self._before.clear()
-
-
-def _on_cpu(func: OpOverload, args: Any, kwargs: Any) -> Any:
-    return run_kernel(func, "CPU", args, kwargs)
-
-
-class EachOp(LightDispatchMode):
-    """Calls `see` before each operator that runs inside, also in custom ops written in Python.
-
-    `kernel` runs these.
-    """
-
-    def __init__(
-        self,
-        see: Callable[[OpOverload, Any, Any], object],
-        kernel: Callable[[OpOverload, Any, Any], Any] = _on_cpu,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
-        self._kernel = kernel
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        self._see(func, args, given)
-        return run_seen(self, func, args, given, self._kernel)
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

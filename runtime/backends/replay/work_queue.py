@@ -27,7 +27,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....errors import ResultOverwritten, RewrittenEarly
-from ....torch_compat.basics.ops import OpOverload, is_composite, is_higher_order, run_kernel
+from ....torch_compat.basics.ops import (
+    OpOverload,
+    call_kernel,
+    is_composite,
+    is_higher_order,
+    run_kernel,
+)
 from ....torch_compat.basics.tensors import (
     HOST_READS,
     FakeTensorMode,
@@ -40,8 +46,8 @@ from ....torch_compat.basics.tensors import (
     tree_unflatten,
     without_modes,
 )
-from ..ownership import memory_of, reads_host
-from .tape import EachOp, poison
+from ..ownership import EachOp, memory_of, reads_host
+from .tape import poison
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,7 +235,7 @@ class WorkQueue:
             for tensor in memory_of((args, kwargs)):
                 _check_read(tensor, early, work)
 
-        with EachOp(see):
+        with EachOp(see, call_kernel):
             work.run()
 
     def _note(self, written: Sequence[Tensor]) -> None:

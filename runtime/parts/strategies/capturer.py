@@ -236,7 +236,7 @@ class StrategyCapturer:
         """Capture those of `indices`, in order, that fit the budget and the memory."""
         admitted = self._admitted(budget, indices)
         graph_index = next(admitted, None)
-        if graph_index is None:
+        if graph_index is None or not self._captures.backend.may_capture():
             return 0
         count = 0
         with self._captures.session(prepare=False) as session:

@@ -194,16 +194,20 @@ EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t handle, cudaGrap
   return cudaSuccess;
 }
 
+// The device takes memory for an executable graph when it is uploaded, at the latest by its first launch.
+bool stand_in::uploaded(Graph* executable) {
+  State& s = state();
+  if (executable->bytes) return true;
+  size_t bytes = executable->nodes.size() * kExecutableNode;
+  if (s.used[executable->device] + bytes > s.memory_limit) return false;
+  s.used[executable->device] += executable->bytes = bytes;
+  return true;
+}
+
 // An executable graph holds its nodes: it outlives the graph that it was made from.
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
   ENTER(cudaGraphInstantiate);
-  State& s = state();
-  auto& nodes = reinterpret_cast<Graph*>(graph)->nodes;
-  int device = current_device();
-  size_t bytes = nodes.size() * kExecutableNode;
-  if (s.used[device] + bytes > s.memory_limit) return failed(cudaErrorMemoryAllocation, "cudaGraphInstantiate");
-  s.used[device] += bytes;
-  *made = reinterpret_cast<cudaGraphExec_t>(new Graph{nodes, device, bytes});
+  *made = reinterpret_cast<cudaGraphExec_t>(new Graph{reinterpret_cast<Graph*>(graph)->nodes, current_device()});
   return cudaSuccess;
 }
 
@@ -226,6 +230,7 @@ EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 
 EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   ENTER(cudaGraphLaunch);
+  if (!uploaded(reinterpret_cast<Graph*>(exec))) return failed(cudaErrorMemoryAllocation, "cudaGraphLaunch");
   auto nodes = reinterpret_cast<Graph*>(exec)->nodes;
   unsigned long seed = state().random();
   return submit(stream_of(stream), "graph", [nodes, seed] { run_nodes(nodes, seed); });

@@ -196,6 +196,12 @@ EXPORT CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
   return CUDA_SUCCESS;
 }
 
+EXPORT CUresult cuGraphUpload(CUgraphExec executable, CUstream) {
+  Lock lock(state().mutex);
+  if (cudaError_t fault = entered("cuGraphUpload")) return as_driver(fault);
+  return uploaded(reinterpret_cast<Graph*>(executable)) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 // Graphs of one topology; what their nodes do may differ.
 EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph, CUgraphExecUpdateResultInfo* info) {
   Lock lock(state().mutex);

@@ -174,6 +174,7 @@ bool prohibited(const char* call);
 // Whether a call that synchronizes everything meets a capture; invalidates all captures it meets.
 bool meets_capture(int device);
 Capture* capture_of(const Event& event);
+bool uploaded(Graph* executable);
 
 }  // namespace stand_in
 

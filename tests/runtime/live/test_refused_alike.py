@@ -1,0 +1,70 @@
+"""What no graph can hold is refused on each backend by the same error, op and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Config, ReplayBackend, prepare
+from piecegraph.errors import AllCapturesFailed
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def draws(x: Tensor, generator: torch.Generator) -> Tensor:
+    return x + torch.rand(x.shape, generator=generator, device=x.device)
+
+
+def branches(x: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+def drops(x: Tensor, generator: torch.Generator) -> Tensor:
+    return nn.functional.dropout(x, 0.5)
+
+
+class Model(nn.Module):
+    def __init__(self, scene: Callable[..., Tensor], device: str) -> None:
+        super().__init__()
+        self.scene = scene
+        self.generator = torch.Generator(device).manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scene(x, self.generator)
+
+
+SCENES: list[tuple[Callable[..., Tensor], dict[str, Any], str]] = [
+    (draws, {"compile": False}, "GeneratorInCapture: aten.rand.generator"),
+    (branches, {"compile": False}, "HostReadInCapture: cond"),
+    (branches, {"compiler": "eager"}, "HostReadInCapture: cond"),
+    (drops, {"compile": False}, ""),
+    (drops, {"compiler": "eager"}, ""),
+]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("scene", "settings", "refused"), SCENES)
+def test_backends_refuse_the_same(
+    scene: Callable[..., Tensor], settings: dict[str, Any], refused: str, device: str
+) -> None:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, cache=False,
+        capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, **settings,
+    )  # fmt: skip
+    backend = ReplayBackend() if device == "cpu" else None
+    prepared = prepare(Model(scene, device).to(device), config, backend=backend)
+    try:
+        prepared.capture()
+        said = ""
+    except AllCapturesFailed as error:
+        said = str(error)
+        line = f"test_refused_alike.py:{scene.__code__.co_firstlineno + 1}"
+        assert line in said
+    assert refused in said
+    assert bool(said) == bool(refused)
+    prepared.close()
