@@ -49,7 +49,7 @@ PLANNED, LOOKED_UP, FROM_FILE = (f"dispatch/buckets/{n}.py" for n in ("ranges", 
 MISSION = "tests/mission"
 BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.py"
 
-WORKERS = "compile/backends/workers.py"
+POOL = "compile/backends/workers.py"
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
 PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
@@ -467,9 +467,9 @@ MUTANTS = [
     (f"{REPLAY}/host_copies.py", "raise value_read(func)", "pass", f"{FAITHFUL} -k value_read"),
     (OWNERSHIP, "if has_own_generator((*args, *kwargs.values())):", "if False:",
      f"{LIVE}/test_refused_alike.py"),
-    (WORKERS, "wait=runs_triton(request.device)", "wait=False",
+    (POOL, "wait=runs_triton(request.device)", "wait=False",
      "tests/compile/test_workers.py -k beside"),
-    (WORKERS, "2 if runs_triton(device) else sys.maxsize", "sys.maxsize",
+    (POOL, "2 if runs_triton(device) else sys.maxsize", "sys.maxsize",
      "tests/compile/test_workers.py -k two_cores"),
     ("torch_compat/compiling/inductor.py", 'os.environ["TRITON_CACHE_DIR"] =', "_ =",
      "tests/torch_compat/test_inductor.py -k triton"),
