@@ -59,9 +59,8 @@ def allocated(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
         memory = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
         )
-        result: torch.Tensor = torch.Tensor._make_subclass(
-            type(tensor), memory, tensor.requires_grad
-        )
+        result: torch.Tensor = memory.as_subclass(type(tensor))
+        result.requires_grad_(tensor.requires_grad)
         vars(result).update(vars(tensor))
         return result
 
