@@ -47,7 +47,7 @@ class OtherTests(CpuTests):
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_verdicts_and_fallbacks_by_cause(tmp_path: Path) -> None:
+def test_verdicts_and_fallbacks_by_cause(tmp_path):
     suite = tmp_path / "suite.py"
     suite.write_text(SUITE)
     command = [sys.executable, "-m", "tests.run_peer_suite", suite, "--compiler", "eager"]

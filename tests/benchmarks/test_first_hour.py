@@ -23,7 +23,7 @@ def python(code: str, limit_s: int = 30, **facts: str) -> Step:
 
 
 @pytest.mark.slow
-def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -> None:
+def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output():
     code = (
         "import subprocess, sys; print('began', flush=True); "
         "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -34,7 +34,7 @@ def test_a_step_that_hangs_is_stopped_with_its_children_and_keeps_its_output() -
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> None:
+def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result():
     failed = run_step(python("print('why'); raise SystemExit(3)"))
     assert (failed["status"], failed["output"]) == ("failed (3)", "why\n")
     beside = "import sys; print('a table', file=sys.stderr); "
@@ -44,7 +44,7 @@ def test_a_step_that_fails_keeps_its_output_and_one_that_passes_its_result() -> 
     assert run_step(python("", why_not="one device"))["status"] == "not run"
 
 
-def test_the_summary_of_pytest_is_a_result() -> None:
+def test_the_summary_of_pytest_is_a_result():
     assert (
         read_result("....\n== 5 passed, 3 skipped in 0.52s ==\n") == "5 passed, 3 skipped in 0.52s"
     )
@@ -53,7 +53,7 @@ def test_the_summary_of_pytest_is_a_result() -> None:
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_each_part_is_one_command_and_captures_come_first(small: bool, tmp_path: Path) -> None:
+def test_each_part_is_one_command_and_captures_come_first(small, tmp_path):
     plan = steps(small, 1, tmp_path)
     names = [step.name for step in plan]
     assert len(set(names)) == len(names)
@@ -104,7 +104,7 @@ def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FirstHour:
     return FirstHour(tmp_path / "results", monkeypatch)
 
 
-def test_an_ended_command_goes_on_where_it_was(hour: FirstHour, tmp_path: Path) -> None:
+def test_an_ended_command_goes_on_where_it_was(hour, tmp_path):
     hour.failing = {"two"}
     assert hour.run("A") == ["one", "two"]
     hour.failing = set()
@@ -117,16 +117,14 @@ def test_an_ended_command_goes_on_where_it_was(hour: FirstHour, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("field", ["commit", "device"])
-def test_results_of_other_sources_or_another_device_are_not_reused(
-    hour: FirstHour, field: str
-) -> None:
+def test_results_of_other_sources_or_another_device_are_not_reused(hour, field):
     hour.run()
     setattr(hour, field, "another")
     assert hour.run() == list(STEPS)
     assert hour.run() == []
 
 
-def test_a_part_ends_within_its_limit(hour: FirstHour, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_ends_within_its_limit(hour, monkeypatch):
     monkeypatch.setitem(PARTS, "A", replace(PARTS["A"], limit_s=0))
     monkeypatch.setattr(first_hour, "run_step", lambda step: pytest.fail("it ran"))
     record = {"part": "A", "commit": "", "device": "", "versions": {}, "small": True}
@@ -137,9 +135,7 @@ def test_a_part_ends_within_its_limit(hour: FirstHour, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_sources_are_told_apart_without_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sources_are_told_apart_without_git(tmp_path, monkeypatch):
     git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
     (tmp_path / "file.py").write_text("1")
     nothing = first_hour.commit_of(tmp_path)
@@ -156,7 +152,7 @@ def test_sources_are_told_apart_without_git(
     assert first_hour.commit_of(tmp_path) == "told"
 
 
-def test_other_versions_than_those_of_the_device_are_named() -> None:
+def test_other_versions_than_those_of_the_device_are_named():
     same = {"python": "3.12.3", "torch": "2.11.0+cu130", "triton": "3.6.0", "cuda": "13.0"}
     assert first_hour.other_versions(same) == []
     for name, other in (("python", "3.11.9"), ("torch", "2.11.1"), ("triton", "3.60.0")):
@@ -165,7 +161,7 @@ def test_other_versions_than_those_of_the_device_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", first_hour.DEVICE["limits"])
-def test_each_limit_can_fail(name: str) -> None:
+def test_each_limit_can_fail(name):
     limit = first_hour.DEVICE["limits"][name]
     worse = limit - 0.01 if name.endswith("_least") else limit * 1.05 + 1e-9
     assert on_device.above(name, limit) == []
@@ -186,9 +182,7 @@ def test_each_limit_can_fail(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_planted_cost_fails_the_measurement_of_steps(
-    costs: dict[str, float], failed: list[str]
-) -> None:
+def test_a_planted_cost_fails_the_measurement_of_steps(costs, failed):
     """On a clock that only the steps move, by what the host and then the device take."""
     now = free = 0.0  # of the host, and when the device has done what is queued
     names = ("by_hand", "replay", "full", "in_place", "reduced", "unsplit")
@@ -224,9 +218,7 @@ sys.exit(status if {{found}} else 0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("found", [0, 3])
-def test_the_sanitizer_fails_its_step_and_must_see_a_planted_access(
-    found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sanitizer_fails_its_step_and_must_see_a_planted_access(found, tmp_path, monkeypatch):
     """The tool returns the program's status for errors that it found, unless it is told another."""
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(TOOL.format(found=found))
@@ -239,13 +231,13 @@ def test_the_sanitizer_fails_its_step_and_must_see_a_planted_access(
     assert passed == {**expected, "sanitized fault": not right}
 
 
-def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch() -> None:
+def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch():
     names = {gpu_wheels.name(each) for each in gpu_wheels.requirements()}
     assert {"setuptools", "pydantic", "typer", "rich", "numpy", "pytest", "hypothesis"} <= names
     assert not {"torch", "triton", "piecegraph"} & names
 
 
-def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path: Path) -> None:
+def test_wheels_hold_what_the_tests_of_the_steps_import(tmp_path):
     """One file that cannot be imported ends all tests of its step."""
     named = [*gpu_wheels.requirements(), *(requires("torch") or ())]
     held = {gpu_wheels.name(each) for each in named} | {"torch", "triton", "piecegraph"}

@@ -28,7 +28,7 @@ def lines_of(table: str, of_this_version: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ")[1:] for line in lines]
 
 
-def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch() -> None:
+def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch():
     lines = lines_of("call_table", "FULL, 4 copied inputs")
     for step, _, kernels, memcpys, pageable, _, _, _, waits, _ in lines:
         assert (pageable, waits) == ("0", "0"), step

@@ -130,7 +130,7 @@ def test_function_of_a_custom_op_is_found():
     assert ops.custom_op_function("piecegraph_compat::double") is double
 
 
-def test_only_a_kernel_in_python_for_every_device_is_one_that_a_compiler_could_see() -> None:
+def test_only_a_kernel_in_python_for_every_device_is_one_that_a_compiler_could_see():
     def place(function: Any) -> str:
         return f"{__file__}:{function.__code__.co_firstlineno}"
 

@@ -78,7 +78,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_full_graphs_of_programs(name: str) -> None:
+def test_full_graphs_of_programs(name):
     body, ways = PROGRAMS[name]
     for way in ways:
         model = prepared(body, **way)
@@ -87,7 +87,7 @@ def test_full_graphs_of_programs(name: str) -> None:
             torch.testing.assert_close(full_step(model, x), body(x))
 
 
-def test_an_assertion_on_values_holds_in_each_replay() -> None:
+def test_an_assertion_on_values_holds_in_each_replay():
     body = asserted(lambda x: (x >= 0).all(), torch._assert_async)
     for way in BOTH:
         model = prepared(body, **way)
@@ -109,7 +109,7 @@ CONDITIONS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_a_refused_assertion_on_sizes_names_condition_and_line(name: str) -> None:
+def test_a_refused_assertion_on_sizes_names_condition_and_line(name):
     condition, error, expected = CONDITIONS[name]
     with pytest.raises(error, match=expected) as raised:
         prepared(asserted(lambda x: condition(x.size(0)), torch._check), compiler="eager")
@@ -136,7 +136,7 @@ PLANTED: dict[str, Callable[[int, int], Any]] = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
-def test_an_assertion_on_data_holds_or_raises_in_each_call(source: str) -> None:
+def test_an_assertion_on_data_holds_or_raises_in_each_call(source):
     """Also what the trace has learned from it: that a size is 4, or that of an input."""
     for condition in PLANTED.values():
 

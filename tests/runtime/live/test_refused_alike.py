@@ -49,9 +49,7 @@ SCENES: list[tuple[Callable[..., Tensor], dict[str, Any], str]] = [
 @pytest.mark.compile
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("scene", "settings", "refused"), SCENES)
-def test_backends_refuse_the_same(
-    scene: Callable[..., Tensor], settings: dict[str, Any], refused: str, device: str
-) -> None:
+def test_backends_refuse_the_same(scene, settings, refused, device):
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, cache=False,
         capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, **settings,
