@@ -33,6 +33,8 @@ log = logging.getLogger("piecegraph")
 
 KEPT = 10_000
 """Events, and spans, that an `Events` keeps; the oldest are dropped first."""
+NEWEST = 4
+"""Facts that are kept of each warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Events:
         self.spans: deque[Span] = deque(maxlen=kept)
         self.phases: deque[Span] = deque(maxlen=kept)
         self.counters: Counter[str] = Counter()
+        self._warned: dict[str, tuple[int, deque[dict[str, Any]]]] = {}
         self.dropped = 0
         self.listeners: list[Callable[[Event], None]] = []
         self.phase_listeners: list[Callable[[str], None]] = []
@@ -101,16 +104,28 @@ class Events:
                 trace_artifact(name, facts)
         else:
             trace_artifact(name, facts)
-        self._take(Event(name, time.perf_counter() - self.began, facts))
+        self._take(Event(name, time.perf_counter() - self.began, facts), level)
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, level: int) -> None:
         with self._lock:
+            if level >= logging.WARNING:
+                count, newest = self._warned.get(event.name, (0, deque(maxlen=NEWEST)))
+                newest.append(event.facts)
+                self._warned[event.name] = count + 1, newest
             self.dropped += len(self.events) == self.events.maxlen
             self.events.append(event)
         for listener in tuple(self.listeners):  # a listener may remove itself
             listener(event)
         if self.parent is not None:
-            self.parent._take(event)
+            self.parent._take(event, level)
+
+    def warnings(self) -> list[dict[str, Any]]:
+        """`{event, count, newest}` of each event at WARNING and above, with its newest facts."""
+        with self._lock:
+            return [
+                {"event": name, "count": count, "newest": list(newest)}
+                for name, (count, newest) in self._warned.items()
+            ]
 
     @property
     def wants_detail(self) -> bool:

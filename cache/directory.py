@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import CacheNotWritable
 from .files import check_private, make_directory, place, read_file, write_synced
+from .keys.environment import CACHE_DIR, read
 from .layers import Entry, Failures
 from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
@@ -133,6 +134,22 @@ class DirectoryLayer:
             return False
         (kept / "reason.json").write_text(json.dumps({"name": name, "reason": reason}))
         return True
+
+
+def private_root(named: Path | None = None) -> Path | None:
+    """The private directory: `named`, that of the environment, or the user's default.
+
+    None for a default or a `~` where the user has no home directory.
+    """
+    root = named or read(CACHE_DIR)
+    try:
+        if not root:
+            import platformdirs
+
+            root = platformdirs.user_cache_dir("piecegraph")
+        return Path(root).expanduser()
+    except RuntimeError:  # no HOME, and no entry in the password file
+        return None
 
 
 def private_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer:

@@ -12,6 +12,7 @@ from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle, stored_digests
+from .bundle.key_factors import documented
 from .ir.compilation import (
     LIBRARY,
     BundleMiss,
@@ -158,7 +159,7 @@ def _refused(request: CompileRequest, reason: str, entry: Entry | None = None) -
 def _nearest(cache: Cache, key: Key) -> str:
     """How the nearest bundle differs; empty if there is none."""
     for near in nearest_entries(cache.layers, "bundle", key, at_most=1):
-        shown = "; ".join(map(str, near.differences[:SHOWN]))
+        shown = "; ".join(map(documented, near.differences[:SHOWN]))
         more = len(near.differences) - SHOWN
         return f"the nearest differs in {shown}" + (f" and {more} more" if more > 0 else "")
     return ""

@@ -1,9 +1,11 @@
-"""Write docs/config.md and docs/api.md from docstrings: `python docs/generate.py`."""
+"""Write docs/config.md and docs/api.md from docstrings, and the numbers of README.md from recorded
+results: `python docs/generate.py`."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,9 @@ from piecegraph import CacheSettings, Config, Delayed, LayerConfig, Lazy, Shadow
 from piecegraph.settings import Settings, field_docstrings, is_object
 
 DOCS = Path(piecegraph.__file__).parent / "docs"
+
+LAYERS = 32
+"""Of the starts in the README."""
 
 NAMES = {
     "Prepare a model": ("prepare", "compile_ahead", "SWITCHES", "switched_off"),
@@ -140,7 +145,44 @@ def _summary(module: ModuleType, name: str) -> str:
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", summary)
 
 
-PAGES = {"config.md": config_page, "api.md": api_page}
+STARTS = {
+    "compile_cold": "`torch.compile`, cold",
+    "compile_warm": "`torch.compile`, warm",
+    "cold": "piecegraph, cold",
+    "warm": "piecegraph, warm",
+    "warm_ahead": "piecegraph, warm, with libraries built ahead of time",
+}
+"""The rows of the README, by the way to start in the recorded result."""
+
+
+def readme() -> str:
+    """README.md with the numbers of the recorded starts."""
+    recorded = json.loads((DOCS.parent / "benchmarks/starts-cpu.json").read_text())
+    rows = {each["way"]: each for each in recorded["result"]["rows"] if each["layers"] == LAYERS}
+    before = [each["import_torch"] + each["model"] for each in rows.values()]
+    table = [
+        f"Seconds from a model of {LAYERS} layers that is built until it can serve, on"
+        f" {recorded['machine']['cores']} CPU cores (torch {recorded['versions']['torch']},"
+        f" {recorded['date']}, commit {recorded['commit'][:7]},"
+        " [benchmarks/starts-cpu.json](benchmarks/starts-cpu.json)). Beside the table each start"
+        f" imports torch and builds the model, which takes {min(before):.1f} to"
+        f" {max(before):.1f} s in all of them:",
+        *("", "| start | seconds |", "|---|---|"),
+        *(f"| {title} | {_seconds(rows.get(way))} |" for way, title in STARTS.items()),
+        *("", "Regional compilation (`torch.compile` of one layer) was not measured."),
+    ]
+    text = (DOCS.parent / "README.md").read_text()
+    return re.sub(r"(<!-- starts: .* -->\n).*(<!-- end of starts -->)", lambda found: "\n".join(
+        [found[1].rstrip(), *table, found[2]]), text, flags=re.DOTALL)  # fmt: skip
+
+
+def _seconds(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not measured"
+    return f"{row['ready']:.1f}" if row["ready"] > 1 else f"{row['ready']:.2f}"
+
+
+PAGES = {"config.md": config_page, "api.md": api_page, "../README.md": readme}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

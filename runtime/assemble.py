@@ -46,9 +46,8 @@ from .parts.starts.verification import Verification
 from .parts.strategies.ledger import MemoryPlan as MemoryPlan
 from .parts.strategies.part import StrategiesPart
 from .prepared_model import PreparedModel
-from .setup.model_policy import FindMixedRows
+from .setup.model_policy import FindMixedRows, Policy
 from .setup.open_cache import cache_root
-from .setup.policy import Policy
 
 PARTS: tuple[type[Part], ...] = (
     ProofPart, RanksPart, StartsPart, RegionsPart, StrategiesPart, LogPart, ChecksPart, SealPart,

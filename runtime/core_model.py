@@ -32,7 +32,7 @@ from .core.steps import StepRunner, nothing
 from .core.usage import Usage
 from .forward_context import ForwardContext
 from .part import CaptureSet, Parts
-from .setup.policy import Policy
+from .setup.model_policy import Policy
 
 
 class CoreModel:

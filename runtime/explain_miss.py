@@ -11,7 +11,7 @@ from ..cache import Entry, Key
 from ..cache.inspection import NearEntry, nearest_entries
 from ..cache.layers import REMEDIES
 from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
-from ..compile.bundle.key_factors import trace_key
+from ..compile.bundle.key_factors import documented, trace_key
 from ..compile.conditions.values import Undescribable
 from ..compile.ir.compilation import ExampleArguments
 from ..config import Config
@@ -43,7 +43,7 @@ class CacheForecast:
             lines.append(
                 f"nearest: bundle/{near.key.digest[:12]} in {near.layer}, which differs in"
             )
-            lines += [f"  {difference}" for difference in near.differences[:SHOWN]]
+            lines += [f"  {documented(each)}" for each in near.differences[:SHOWN]]
             if (more := len(near.differences) - SHOWN) > 0:
                 lines.append(f"  and {more} more")
         return "\n".join(lines)

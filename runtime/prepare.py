@@ -12,7 +12,7 @@ import torch
 
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.ir.locations import first_line
-from ..config import Config
+from ..config import Config, dispatch_plan, resolve_graph_mode
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled, without_modes
@@ -28,7 +28,6 @@ from .core_model import CoreModel
 from .forward_context import ForwardContext
 from .prepared_model import PreparedModel
 from .setup.model_policy import ModelPolicy, find_bucket_holes
-from .setup.policy import dispatch_plan, resolve_graph_mode
 from .setup.remarks import remarks
 from .setup.request import compile_request
 from .setup.switches import resolve_config

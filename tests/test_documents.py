@@ -62,15 +62,6 @@ def test_every_method_of_a_prepared_model_is_described():
     assert [name for name in methods if f"`{name}" not in page] == []
 
 
-def test_the_numbers_of_the_readme_are_the_recorded_ones():
-    rows = json.loads((ROOT / "benchmarks/starts-cpu.json").read_text())["result"]["rows"]
-    ready = {row["way"]: row["ready"] for row in rows if row["layers"] == 32}
-    readme = (ROOT / "README.md").read_text()
-    shown = [float(number) for number in re.findall(r"^\| .* \| (\d+\.\d+) \|$", readme, re.M)]
-    ways = ("compile_cold", "cold", "warm", "warm_ahead")
-    assert shown == [round(ready[way], 1 if ready[way] > 1 else 2) for way in ways]
-
-
 PROGRAMS = {
     "piecegraph": "piecegraph.tools.cli.app",
     "python -m benchmarks": "piecegraph.benchmarks.__main__",

@@ -170,3 +170,13 @@ def test_nobody_reads_events_to_learn_something():
         or (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "named")
     }
     assert readers == OUTPUT
+
+
+def test_warnings_are_counted_by_event_with_their_newest_facts() -> None:
+    above = Events()
+    events = Events(parent=above)
+    for n in range(6):
+        events.emit("slow", level=logging.WARNING, n=n)
+        events.emit("fine", n=n)
+    expected = [{"event": "slow", "count": 6, "newest": [{"n": n} for n in (2, 3, 4, 5)]}]
+    assert events.warnings() == above.warnings() == expected

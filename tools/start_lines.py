@@ -18,6 +18,15 @@ PHASES = {
 """What is said of a phase of the startup while it lasts."""
 
 
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM: `number` is the signal's. No KeyboardInterrupt, which typer swallows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.kept = ""
+        """What remains of the work."""
+
+
 @contextmanager
 def start_lines(events: Events, show: Callable[[str], None]) -> Iterator[None]:
     """Call `show` for each phase and piece of the starts that report to `events`."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ import torch
 from ...cache import Key
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Parts, Stable
+from ...cache.keys.key import Difference
 from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
 from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
@@ -34,7 +36,7 @@ from ..conditions.code import code_parts, fingerprint
 from ..conditions.custom_ops import kernel_parts
 from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
-from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
+from ..ir.config import CodeConfig, Codegen, CompileConfig, GraphPass, InputSpec, Tracing
 from ..ir.plan import dotted
 from ..ir.registered_compilers import registered_compiler
 from ..ir.serialization import dtype_name
@@ -239,3 +241,21 @@ def _installed(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+FACTOR_NAMES = {
+    "config.dedupe": "codegen.passes.dedupe",
+    "config.code.autotune": "level",
+    "config.splitting_functions": "splitting_ops",
+    "device.threads": "device.threads (OMP_NUM_THREADS)",
+}
+"""Factors that no setting is called after."""
+
+
+def documented(difference: Difference) -> str:
+    """A difference by the setting or the variable behind its factor, as a user writes it."""
+    name = difference.name.removeprefix("config.").removeprefix("code.")
+    top = re.split(r"[.\[]", name)[0]
+    owners = [each for each in (Tracing, Codegen) if top in each.model_fields]
+    named = f"{owners[0]._path}.{name}" if owners else name
+    return str(replace(difference, name=FACTOR_NAMES.get(difference.name, named)))

@@ -17,8 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator
 from torch.fx import Graph, Node
 
-from ...errors import InvalidSetting
-from ...settings import Settings
+from ...cache.keys.factors import plain
+from ...errors import InvalidFactor, InvalidSetting
+from ...settings import Settings, nearest
+from ...torch_compat.basics.settings import inductor_option_names
 
 TOKENS = "num_tokens"
 """The symbol of the token dimension."""
@@ -135,7 +137,8 @@ class Codegen(Settings):
     shares values across splitting ops and takes longer to compile; see docs/partitions.md."""
 
     inductor_options: dict[str, Any] = Field(default_factory=dict)
-    """Inductor options by name, as in `torch._inductor.config`."""
+    """Inductor options by name, as in `torch._inductor.config`. Values are plain data, which can be
+    in a key; a pass over a graph goes into `passes`."""
 
     passes: dict[str, Any] = Field(default_factory=dict)
     """Passes over the graph of a piece by name, in order. `True` or `False` turns a pass on or
@@ -147,6 +150,32 @@ class Codegen(Settings):
     dump_dir: Path | None = None
     """A directory for readable graphs and generated code. Edits of that code take effect; see
     docs/debugging.md."""
+
+    @field_validator("inductor_options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        names = inductor_option_names() if options else ()
+        for name, value in options.items():
+            setting = f"codegen.inductor_options[{name!r}]"
+            if name not in names:
+                near = nearest(name, names)
+                guess = f" (did you mean {near!r}?)" if near else ""
+                raise InvalidSetting(
+                    name=setting,
+                    value=value,
+                    reason=f"Inductor has no such option{guess}",
+                    expected="an option of torch._inductor.config",
+                )
+            try:
+                plain(setting, value)
+            except InvalidFactor as error:
+                raise InvalidSetting(
+                    name=setting,
+                    value=value,
+                    reason=f"{error.facts['reason']}, so that it cannot be in a key",
+                    expected="plain data, and codegen.passes for a pass over a graph",
+                ) from None
+        return options
 
     @field_serializer("passes", when_used="json")
     def _named(self, passes: dict[str, Any]) -> dict[str, Any]:

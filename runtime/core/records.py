@@ -152,6 +152,16 @@ class OpaqueOp(Record, event="opaque_op", level=logging.WARNING, report="opaque_
     where: str
 
 
+class WorkSeen(Record, event="after_seal", level=logging.WARNING, report="after_seal"):
+    """Something was traced, compiled or captured after `seal()`, outside the strategy: in a step of
+    `shape`, called from `stack`, the innermost line last."""
+
+    kind: str
+    detail: str
+    shape: str
+    stack: list[str]
+
+
 class RowsMixed(Record, event="rows_mixed", level=logging.WARNING, report="rows_mixed"):
     """Padding of `size` would change real rows of a piece's result, or state: no batch is padded,
     or none of up to `end` tokens beyond `end`. Without a piece it is a choice or a number."""

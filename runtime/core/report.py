@@ -72,6 +72,7 @@ def build_report(
         **_record_facts(records, (kind for kind in record_kinds() if kind not in of_startup)),
         "memory": [],  # who owns which bytes, where a part knows it
         **_record_facts(records, of_startup),
+        "warnings": records.events.warnings(),
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
         "shadow": None,  # of the part that proves steps

@@ -10,7 +10,7 @@ import torch
 
 from ...compile.ir.config import TOKENS
 from ...compile.plan.compiled_model import CompiledModel
-from ...config import Config, named_ops, without_tokens
+from ...config import Config, dispatch_plan, named_ops, without_tokens
 from ...dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -25,13 +25,20 @@ from ..capture.breaks import recordable
 from ..capture.dummy_batch import preserve_rng_state
 from ..core.padding import padding_policy
 from ..core.records import BucketHole, BucketsMissing, Records, RowsMixed
-from .policy import Policy, dispatch_plan
 
 NO_PADDING = PaddingLimit(tokens=0)
 
 
 FindMixedRows = Callable[..., Iterable[RowsMixed | str]]
 """`parts.proof.row_mixing.find_mixed_rows`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How batches are dispatched: the graph mode, with the reasons for it, and the dispatcher."""
+
+    resolved: ResolvedMode
+    dispatcher: Dispatcher
 
 
 @dataclass(frozen=True, slots=True)

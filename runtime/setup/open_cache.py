@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...cache import Cache, CacheLayer
-from ...cache.directory import DirectoryLayer, private_directory, read_only_directory
+from ...cache.directory import (
+    DirectoryLayer,
+    private_directory,
+    private_root,
+    read_only_directory,
+)
 from ...cache.evict import Limits
-from ...cache.keys.environment import CACHE_DIR, TRUSTED_KEYS_FILE, read
+from ...cache.keys.environment import CACHE_DIR, TRUSTED_KEYS_FILE
 from ...cache.remote import RemoteLayer, RemoteSeconds
 from ...cache.settings import LayerConfig, LayerTrust
 from ...cache.signing import (
@@ -63,17 +68,7 @@ def cache_root(config: Config) -> Path | None:
 
     None if the cache is off, and for a default or a `~` where the user has no home directory.
     """
-    if not config.cache:
-        return None
-    named = config.cache_dir or read(CACHE_DIR)
-    try:
-        if not named:
-            import platformdirs
-
-            named = platformdirs.user_cache_dir("piecegraph")
-        return Path(named).expanduser()
-    except RuntimeError:  # no HOME, and no entry in the password file
-        return None
+    return private_root(config.cache_dir) if config.cache else None
 
 
 def _layer(layer: LayerConfig, signer: SigningKey | None, keys: TrustedKeys | None) -> CacheLayer:

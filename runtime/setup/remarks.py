@@ -8,7 +8,14 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from ...config import Config, compile_config
+from ...config import (
+    Config,
+    attention_support,
+    capture_sizes,
+    compile_config,
+    dispatch_plan,
+    resolve_graph_mode,
+)
 from ...dispatch import (
     AttentionSupport,
     DispatchPlan,
@@ -24,12 +31,6 @@ from ...dispatch.resolve import UNDECLARED
 from ...errors import PiecegraphError
 from ...settings import Settings
 from ..core.records import Record
-from .policy import (
-    attention_support,
-    capture_sizes,
-    dispatch_plan,
-    resolve_graph_mode,
-)
 
 CHOICES = (
     "level",

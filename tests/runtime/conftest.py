@@ -18,7 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
-from piecegraph.config import compile_config
+from piecegraph.config import compile_config, dispatch_plan
 from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.assemble import Beginning, assemble
 from piecegraph.runtime.backends.ownership import Ownership
@@ -32,7 +32,7 @@ from piecegraph.runtime.core.environment import Environment
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.core_model import CoreModel
 from piecegraph.runtime.forward_context import ForwardContext
-from piecegraph.runtime.setup.policy import Policy, dispatch_plan
+from piecegraph.runtime.setup.model_policy import Policy
 
 from .fake_device import FakeBackend
 

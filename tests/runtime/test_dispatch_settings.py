@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from piecegraph import Config, GraphMode, RuntimeMode
+from piecegraph.config import dispatch_plan, resolve_graph_mode
 from piecegraph.errors import FullModeUnsupported, InvalidSetting
-from piecegraph.runtime.setup.policy import dispatch_plan, resolve_graph_mode
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.compile.bundle.key_factors import codegen_key, machine_key, trace_key
+from piecegraph.cache.keys.key import diff
+from piecegraph.compile.bundle.key_factors import codegen_key, documented, machine_key, trace_key
 from piecegraph.config import Config, compile_config
 from piecegraph.dispatch import Axis, BucketLimits, BucketMemory, PaddingLimit
-from piecegraph.errors import InvalidFactor, InvalidSetting
+from piecegraph.errors import InvalidSetting
 from piecegraph.settings import setting_names
 
 CPU = torch.device("cpu")
@@ -98,6 +99,20 @@ def test_c1_vllm_53366_failure_W9_a_changed_setting_changes_its_keys_and_no_othe
     assert changed_keys(name, value) == expected
 
 
+def test_a_difference_of_keys_is_called_after_its_setting():
+    inputs, model = {"x": "float32[num_tokens, other]"}, torch.nn.Linear(4, 4)
+    for name, (value, (traced, _)) in OTHER.items():
+        base = Config(inputs=inputs)
+        old, new = (
+            trace_key(model, compile_config(config), CPU).factors
+            for config in (base, base.changed(**{name: value}) if traced else base)
+        )
+        shown = {documented(each).partition(":")[0].partition(".x")[0] for each in diff(old, new)}
+        assert all(each.startswith(name) for each in shown), (name, shown)
+    (threads,) = diff({"device": {"threads": 1}}, {"device": {"threads": 2}})
+    assert documented(threads) == "device.threads (OMP_NUM_THREADS): 1 -> 2"
+
+
 def test_each_setting_was_changed_and_there_are_at_most_45():
     names = {n for n in setting_names(Config) if not n.startswith("cache.layers.")} - OBJECTS
     assert names == OTHER.keys()
@@ -133,9 +148,27 @@ def test_pass_with_other_source_is_another_key():
     assert len(keyed) == 2
 
 
-def test_what_cannot_be_in_a_key_is_refused_and_not_left_out():
-    with pytest.raises(InvalidFactor, match=r"config\.inductor_options\.hook"):
-        keys(Config(codegen={"inductor_options": {"hook": print}}))
+class Uuid:
+    def uuid(self) -> bytes:
+        return b"1"
+
+
+OPTIONS = [
+    ({"max_autotun": True}, "no such option.*did you mean 'max_autotune'"),
+    ({"cpp.thread": 1}, r"did you mean 'cpp\.threads'"),
+    ({"post_grad_custom_post_pass": Uuid()}, r"post_grad_custom_post_pass.*codegen\.passes"),
+    ({"joint_custom_pre_pass": print}, r"joint_custom_pre_pass.*codegen\.passes"),
+    ({"aot_inductor.output_path": "/tmp/a.so"}, "is a place, so that it cannot be in a key"),
+]
+"""Inductor options, and what the error says."""
+
+
+@pytest.mark.parametrize(("options", "match"), OPTIONS)
+def test_what_inductor_or_a_key_would_refuse_is_refused_when_a_config_is_made(
+    options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=match):
+        Config(codegen={"inductor_options": options})
 
 
 def test_layers_are_read_from_places_and_mappings():

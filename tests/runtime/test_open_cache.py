@@ -187,7 +187,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 def test_a_miss_names_the_settings_that_differ_from_a_bundle_at_a_url(fleet):
     message = fleet.missing(max_num_tokens=33)
-    assert "absent: the nearest differs in config.max_num_tokens: 32 -> 33" in message
+    assert "absent: the nearest differs in max_num_tokens: 32 -> 33" in message
     assert "Deploy a bundle built from this model with these settings." in message
 
 

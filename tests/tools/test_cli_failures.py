@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import piecegraph
 from piecegraph import Config, Delayed, Events
@@ -18,6 +20,7 @@ from piecegraph.tools.report.output import outputs
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import _saying_what_is_kept
 from piecegraph.tools.serve.trace import EXCERPT
+from piecegraph.tools.start_lines import Interrupted
 
 PROGRAM = [sys.executable, "-m", "piecegraph"]
 SMALL = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
@@ -240,7 +243,7 @@ def test_options_of_the_environment_are_read_at_the_run(monkeypatch):
     assert read_run_options(mode="full").mode is piecegraph.GraphMode.FULL
 
 
-def test_an_interrupted_start_says_what_the_cache_keeps(capsys, tmp_path):
+def test_an_interrupted_start_says_what_the_cache_keeps(tmp_path):
     def store(kind, number):
         Cache(tmp_path, Events()).publish(kind, Key.of("trace", {"n": number}), {}, {})
 
@@ -248,15 +251,43 @@ def test_an_interrupted_start_says_what_the_cache_keeps(capsys, tmp_path):
     config = Config(cache_dir=tmp_path)
 
     def begin():
-        with _saying_what_is_kept(Console(stderr=True), config):
+        with _saying_what_is_kept(config):
             store("artifact", 1)
             store("bundle", 1)
-            raise KeyboardInterrupt
+            raise Interrupted(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted) as interrupted:
         begin()
-    said = "interrupted: compiled pieces that the cache keeps for the next start: 1"
-    assert capsys.readouterr().err.splitlines() == [said]
+    assert interrupted.value.kept.endswith(" that the cache keeps for the next start: 1")
+
+
+COMPILER = """#!/bin/sh
+case "$*" in *" -o "*) sleep 200 & echo $! > {started}; wait;; *) exec g++ "$@";; esac"""
+"""It answers what is asked of g++, and the process that it starts to compile never ends."""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_start_and_its_compiler_with_one_line(tmp_path, number, status):
+    started, compiler = tmp_path / "started", tmp_path / "g++"
+    compiler.write_text(COMPILER.format(started=started))
+    compiler.chmod(0o755)
+    command = [sys.executable, "-m", "piecegraph", "run", "--model", "layers=1,hidden=16,heads=2"]
+    with subprocess.Popen(
+        [*command, "--cache-dir", str(tmp_path / "cache")],
+        env={**os.environ, "CXX": str(compiler)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        while not (started.exists() and started.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        *_, before, last = process.communicate(timeout=100)[1].splitlines()
+    assert (process.returncode, last.startswith("interrupted: ")) == (status, True)
+    assert "compiling piece" in before
+    stat = Path("/proc", started.read_text().strip(), "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_the_shell_completes_commands(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,31 @@ from piecegraph.tools.cli import doctor_command
 from piecegraph.tools.cli.app import main
 from piecegraph.torch_compat.compiling import toolchain
 
-SMALL = ("--model", "layers=1,hidden=32")
-
 
 def doctor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str
 ) -> tuple[int, dict[str, dict[str, str | None]]]:
-    arguments = ["doctor", *SMALL, "--json", "-", "--cache-dir", str(tmp_path / "cache"), *more]
+    arguments = ["doctor", "--json", "-", "--cache-dir", str(tmp_path / "cache"), *more]
     status = main(arguments)
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_machine_that_is_right(tmp_path, capsys, monkeypatch):
+OWN = """
+import torch, piecegraph
+
+def make():
+    inputs = {"input": "float32[num_tokens, 8]"}
+    return torch.nn.Linear(8, 8), piecegraph.Config(inputs=inputs, max_num_tokens=16)
+"""
+
+
+def test_machine_that_is_right_also_for_a_model_that_never_started(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
-    status, report = doctor(tmp_path, capsys)
-    assert status == 1
-    assert {name: row["fix"] for name, row in report.items() if row["fix"]} == {
-        "start": "Run `piecegraph cache warm` with the same options."
-    }
+    (tmp_path / "doctors_own_model.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for of in ((), ("--of", f"{tmp_path}/doctors_own_model.py:make")):
+        status, report = doctor(tmp_path, capsys, *of)
+        assert (status, [name for name, row in report.items() if row["fix"]]) == (0, [])
     assert report["trust"]["found"] == "signs nothing, trusts 0 keys"
     assert str(report["start"]["found"]).startswith("would compile: ")
 

@@ -182,13 +182,11 @@ def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
     quiet = {
         "verification": None,
         "remarks": {"steps": []},
-        "opaque_ops": [],
         "settings": {"compile": True, "cache": False},
-        "background": None,
+        "warnings": [],
         "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
         "guards": [],
         "policy": "prove",
-        "failed": [],
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 2}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 2, "share": 0.5}],
         "captures": [],
@@ -356,16 +354,14 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     fine = {
         "verification": {"ok": True},
         "remarks": {"uncovered": [], "steps": []},
-        "opaque_ops": [],
         "settings": {"compile": True},
-        "background": {"state": "compiled", "failures": [{"reason": "killed"}]},
+        "warnings": [],
         "cache": {"hit": True, "reason": None, "not_cacheable": []},
         "guards": [{"proved": True}],
-        "policy": "prove",
-        "failed": [],
+        "policy": "check",
         "reasons": [{"mode": "FULL", "reason": "exact", "count": 10}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 5, "share": 0.1}],
-        "captures": [{"captured": True, "steps": 3, "ms": 1.0}],
+        "captures": [{"mode": "FULL", "captured": True, "steps": 3, "ms": 1.0}],
         "timeline": [
             {"name": "bundle.load", "start": 1.0, "seconds": 3.0},
             {"name": "import inductor", "start": 5.0, "seconds": 2.0},  # for another model
@@ -379,19 +375,20 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     bad = {
         "verification": {"ok": False},
         "remarks": {"uncovered": [{"what": "no graph", "todo": "Add 24."}], "steps": []},
-        "opaque_ops": [{"op": "a::b", "calls": 2, "where": "m.py:1"}],
         "settings": {"compile": True},
-        "background": {"state": "failed", "failures": [{"reason": "a guard failed"}]},
+        "warnings": [{"event": "background.failed", "count": 1, "newest": [{"reason": "a"}]}],
         "cache": {"hit": False, "reason": "absent", "not_cacheable": []},
         "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
-        "policy": "drop",
-        "failed": [{"graph_index": 3, "reason": "out of memory"}],
+        "policy": "check",
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 10}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 50, "share": 0.5}],
-        "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
+        "captures": [
+            {"mode": mode, "captured": True, "steps": steps, "ms": 1.0}
+            for mode, steps in (("PIECEWISE", 3), ("PIECEWISE", 0))
+        ],
         "timeline": [],
     }
-    assert len(advise(bad)) == 10
+    assert len(advise(bad)) == 8
     assert {"what": "no graph", "todo": "Add 24."} in advise(bad)
     missed = {"remarks": {"steps": [{"what": "unstated", "todo": "State it."}]}}
     told = {each["what"] for each in advise({**bad, **missed})}
@@ -400,6 +397,5 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     for key, value in bad.items():
         if key not in ("policy", "settings", "timeline"):
             assert len(advise({**fine, key: value})) == 1
-    never = {"hit": False, "reason": "absent", "not_cacheable": ["model.lock (m.py:3)"]}
-    (advice,) = advise({**fine, "cache": never})
-    assert "model.lock (m.py:3)" in advice["what"]
+    no_full = {"mode": "FULL", "captured": True, "steps": 0, "ms": 1.0}
+    assert advise({**fine, "captures": [no_full, bad["captures"][0]]}) == []

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph import Config
+from piecegraph.config import resolve_graph_mode
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.setup.policy import resolve_graph_mode
 from piecegraph.tools.sizes import fit
 from piecegraph.tools.sizes.fit import fit_sizes
 from piecegraph.tools.sizes.suggested import suggested_sizes

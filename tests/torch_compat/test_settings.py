@@ -147,3 +147,11 @@ def test_the_state_of_a_process_can_be_set_in_another_for_a_while():
         torch.set_default_dtype(before.dtype)
         torch.set_float32_matmul_precision(before.precision)
         torch.use_deterministic_algorithms(False)
+
+
+def test_the_names_of_inductors_options_are_those_of_its_module():
+    import torch._inductor.config as inductor_config
+
+    names = settings.inductor_option_names()
+    assert {*inductor_config.get_config_copy()} - names == {"TYPE_CHECKING"}
+    assert all(hasattr(inductor_config, name) for name in names)  # aliases among them

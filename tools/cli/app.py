@@ -18,13 +18,14 @@ import typer
 from ...cache.keys.environment import LOG_LEVEL, observed, read
 from ...errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
 from ..serve.ranks import launched_rank
+from ..start_lines import Interrupted
 from .cache_commands import cache_app
 from .check_commands import check_app
 from .doctor_command import doctor_command
 from .run_commands import bisect_command, explain_command, profile_command, run_command
 from .sizes_commands import sizes_app
 
-BAD_VALUE, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 3, 130, 141
+BAD_VALUE, FAILED, CLOSED_PIPE = 2, 3, 141
 LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
@@ -41,8 +42,8 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its status.
 
     0: fine; 1: a wrong number, or what a command of `cache` documents; 2: a bad value or an output
-    that cannot be written; 3: another failure; 130: interrupted; 141: the reader of standard
-    output is gone. A standard error that cannot be written is ignored.
+    that cannot be written; 3: another failure; 130: interrupted; 143: terminated; 141: the reader
+    of standard output is gone. A standard error that cannot be written is ignored.
     """
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with redirect_stderr(cast(TextIO, _BestEffort(sys.stderr))):
@@ -63,8 +64,9 @@ def _run(app: typer.Typer, arguments: Sequence[str]) -> int:
     try:
         log_to_stderr()
         status = _parser(app)(arguments, standalone_mode=False)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except Interrupted as interrupted:
+        print(f"interrupted{interrupted.kept}", file=sys.stderr)
+        return 128 + interrupted.number
     except SystemExit as error:
         # how click reports a closed pipe
         if isinstance(error.__context__, OSError):

@@ -38,6 +38,14 @@ cache_app = typer.Typer(
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
 TARGET = "MODULE:FUNCTION"
+OfOption = Annotated[
+    str | None,
+    typer.Option(
+        "--of",
+        metavar=TARGET,
+        help="A model of your own: what returns (model, Config). MODULE may be a file.",
+    ),
+]
 
 
 @cache_app.command("list")
@@ -143,7 +151,7 @@ def verify_command(
 def _verify_model(target: str, cache_dir: Path | None, json_path: Path | None) -> int:
     from ... import prepare
 
-    model, config = _model_of("--trace", target, cache_dir)
+    model, config = model_of(target, cache_dir)
     prepared = prepare(model, config.changed(bundle="force", **{"cache.verify_bundle": "before"}))
     verified = prepared.report()["cache"]["verified"]
     prepared.close()
@@ -152,16 +160,17 @@ def _verify_model(target: str, cache_dir: Path | None, json_path: Path | None) -
     return 0 if verified is True else UNVERIFIABLE
 
 
-def _model_of(option: str, target: str, cache_dir: Path | None) -> tuple[Module, Config]:
+def model_of(target: str, cache_dir: Path | None) -> tuple[Module, Config]:
     """The model and settings that a function of the user returns. Raises InvalidSetting."""
     module, _, function = target.partition(":")
+    file = Path(module)
     try:
-        sys.path.insert(0, str(Path.cwd()))
-        model, config = getattr(importlib.import_module(module), function)()
+        sys.path.insert(0, str(Path.cwd() / file.parent))
+        model, config = getattr(importlib.import_module(file.name.removesuffix(".py")), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         expected = "module:function, a function that returns (model, Config)"
-        raise InvalidSetting(name=option, value=target, reason=reason, expected=expected) from error
+        raise InvalidSetting(name=TARGET, value=target, reason=reason, expected=expected) from error
     return model, config if cache_dir is None else config.changed(cache_dir=cache_dir)
 
 
@@ -169,10 +178,7 @@ def _model_of(option: str, target: str, cache_dir: Path | None) -> tuple[Module,
 @with_run_options
 def why_command(
     options: RunOptions,
-    of: Annotated[
-        str | None,
-        typer.Option(metavar=TARGET, help="A model of your own: what returns (model, Config)."),
-    ] = None,
+    of: OfOption = None,
     json_path: JsonOption = None,
 ) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
@@ -180,7 +186,7 @@ def why_command(
     from ..serve.run import build_model, find_device, library_config
 
     if of is not None:
-        model, config = _model_of("--of", of, options.cache_dir)
+        model, config = model_of(of, options.cache_dir)
     else:
         model = build_model(options, find_device(options.device))
         config = library_config(options, model)

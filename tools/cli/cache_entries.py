@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...cache.directory import private_root
 from ...errors import NoSuchEntry
 from ..report.output import outputs
 from ..report.sections import size as shown_size
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 def cache_directory(cache_dir: Path | None) -> Path:
     """The directory that the library would use."""
-    from ... import Config, cache_root
-
-    root = cache_root(Config(cache_dir=cache_dir))
+    root = private_root(cache_dir)
     assert root is not None
     return root
 

@@ -9,13 +9,19 @@ import shutil
 from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...errors import PiecegraphError
-from ..serve.options import RunOptions
-from .run_commands import JsonOption, console_beside, with_run_options, write_json
+from .cache_commands import DirOption, OfOption, model_of
+from .cache_entries import cache_directory, manifests
+from .run_commands import JsonOption, console_beside, write_json
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from ... import Config
 
 TO_DO = 1
 LEAST_FREE = 2 << 30
@@ -25,35 +31,38 @@ Found = tuple[str, str]
 """What was found, and what to do about it: empty where nothing is."""
 
 
-@with_run_options
 def doctor_command(
-    options: RunOptions,
+    of: OfOption = None,
+    cache_dir: DirOption = None,
     json_path: JsonOption = None,
     config: Annotated[
         Path | None, typer.Option(help="Check these settings of a Config, in JSON, and no more.")
     ] = None,
 ) -> int:
-    """Check what a start here depends on; status 1 if there is something to do.
+    """Check what a start on this machine depends on; status 1 if there is something to do.
 
-    With the options of `piecegraph run`, which say what would be started.
+    With --of it also says whether that model would start warm.
     """
     from rich.markup import escape
 
+    from ... import Config
     from ..report.output import outputs
 
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    model, started = (None, Config(cache_dir=cache_dir)) if of is None else model_of(of, cache_dir)
     checks: dict[str, Callable[[], Found]] = {
         "python": _python,
         "torch": _torch,
         "packages": _packages,
         "compiler": _compiler,
         "devices": _devices,
-        "cache": lambda: _cache(options),
-        "disk": lambda: _disk(options),
+        "cache": lambda: _cache(started),
+        "disk": lambda: _disk(started.cache_dir),
         "trust": _trust,
         "variables": _variables,
-        "start": lambda: _start(options),
     }
+    if model is not None:
+        checks["start"] = lambda: _start(model, started, str(of))
     if config is not None:
         checks = {"settings": lambda: _settings(config)}
     report, console = {}, console_beside(to_json)
@@ -118,25 +127,22 @@ def _devices() -> Found:
     return ", ".join(names), ""
 
 
-def _cache(options: RunOptions) -> Found:
+def _cache(config: Config) -> Found:
     from ... import Events
     from ...runtime.setup.open_cache import open_cache
-    from ..serve.run import library_config
-    from .cache_entries import cache_directory, manifests
 
-    cache = open_cache(library_config(options), Events())
-    root = cache_directory(options.cache_dir)
+    cache = open_cache(config, Events())
+    root = cache_directory(config.cache_dir)
     if not any(layer.writable for layer in cache.layers):
         return f"{root}: cannot be written", "Set --cache-dir to a private directory."
     shared = ", ".join(layer.name for layer in cache.layers if layer.name != "private")
     return f"{root}: {len(manifests(root))} entries; shared layers: {shared or 'none'}", ""
 
 
-def _disk(options: RunOptions) -> Found:
+def _disk(cache_dir: Path | None) -> Found:
     from ..report.sections import size
-    from .cache_entries import cache_directory
 
-    root = cache_directory(options.cache_dir)
+    root = cache_directory(cache_dir)
     free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
     fix = "" if free > LEAST_FREE else "Run `piecegraph cache prune --size 1GiB`, or free space."
     return f"{size(free)} free at {root}", fix
@@ -176,12 +182,11 @@ def _settings(path: Path) -> Found:
     return text, " ".join(dict.fromkeys(remark.todo for remark in found))
 
 
-def _start(options: RunOptions) -> Found:
+def _start(model: Module, config: Config, of: str) -> Found:
+    """A cold start is no fault of the machine."""
     from ... import explain_miss
-    from ..serve.run import build_model, find_device, library_config
 
-    model = build_model(options, find_device(options.device))
-    answer = explain_miss(model, library_config(options, model))
+    answer = explain_miss(model, config)
     if answer.reason is None:
         return str(answer), ""
-    return f"would compile: {answer}", "Run `piecegraph cache warm` with the same options."
+    return f"would compile: {answer.reason}. `piecegraph cache why --of {of}` says more", ""

@@ -1,9 +1,11 @@
-"""Warnings and what to do about them: one function for each rule."""
+"""What could be better, and what to do about it: warnings, and one function for each rule."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+
+from .warnings import advice_of
 
 Facts = dict[str, Any]
 
@@ -20,15 +22,13 @@ def advise(facts: Facts) -> list[Facts]:
         _remarks,
         _cache,
         _import,
-        _background,
         _guards,
-        _opaque,
-        _failed,
         _without_graph,
         _padding,
         _unused,
     )
-    return [{"what": what, "todo": todo} for rule in rules for what, todo in rule(facts)]
+    advice = [*advice_of(facts["warnings"]), *(each for rule in rules for each in rule(facts))]
+    return [{"what": what, "todo": todo} for what, todo in advice]
 
 
 LONG_IMPORT = 0.5
@@ -50,12 +50,8 @@ def _remarks(facts: Facts) -> Advice:
 def _cache(facts: Facts) -> Advice:
     cache = facts["cache"]
     settings = facts["settings"]
-    if cache["not_cacheable"]:
-        yield (
-            f"no start of this model can be warm: it relies on {'; '.join(cache['not_cacheable'])}",
-            "Let the model read plain values there; see Conditions in docs/cache.md.",
-        )
-    elif not cache["hit"] and settings["compile"] and settings.get("cache", True):
+    uses_cache = settings["compile"] and settings.get("cache", True)
+    if not cache["hit"] and not cache["not_cacheable"] and uses_cache:
         yield (
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"
@@ -82,40 +78,13 @@ def _import(facts: Facts) -> Advice:
         )
 
 
-def _background(facts: Facts) -> Advice:
-    background = facts["background"]
-    if background and background["state"] == "failed":
-        yield (
-            f"the model is served uncompiled: {background['failures'][-1]['reason']}",
-            "Correct the cause; without bundle=serve the same start raises the error.",
-        )
-
-
 def _guards(facts: Facts) -> Advice:
     for guard in facts["guards"]:
-        if not guard["proved"]:
+        if not guard["proved"] and facts["policy"] == "check":
             yield (
-                f"guard {guard['expression']} at {guard['where']} is not proved"
-                f" (policy {facts['policy']})",
+                f"guard {guard['expression']} at {guard['where']} is checked at each step",
                 "Make the model independent of it, or narrow the served range.",
             )
-
-
-def _opaque(facts: Facts) -> Advice:
-    for row in facts["opaque_ops"]:
-        yield (
-            f"compiled pieces call {row['op']} {row['calls']} times a step, Python at"
-            f" {row['where']}: nothing is fused with it",
-            "Lower it by a pass in codegen.passes, or let the model call what it is made of.",
-        )
-
-
-def _failed(facts: Facts) -> Advice:
-    for failure in facts["failed"]:
-        yield (
-            f"entry {failure['graph_index']} could not be captured: {failure['reason']}",
-            "Its batches run in a lower mode; drop the size or correct the op that is named.",
-        )
 
 
 def _without_graph(facts: Facts) -> Advice:
@@ -138,9 +107,12 @@ def _padding(facts: Facts) -> Advice:
 
 
 def _unused(facts: Facts) -> Advice:
-    idle = [row for row in facts["captures"] if row["captured"] and not row["steps"]]
-    missed = facts["remarks"]["steps"]  # they are unused for that reason
-    if idle and not missed and sum(row["count"] for row in facts["reasons"]) >= ENOUGH_STEPS:
+    captured = [row for row in facts["captures"] if row["captured"]]
+    idle = [row for row in captured if not row["steps"]]
+    used = {row["mode"] for row in captured if row["steps"]}
+    # sizes of a mode that no step ran, or that an engine's fault keeps from steps, are not unused
+    fault = facts["remarks"]["steps"] or not {row["mode"] for row in idle} <= used
+    if idle and not fault and sum(row["count"] for row in facts["reasons"]) >= ENOUGH_STEPS:
         seconds = sum(row["ms"] for row in idle) / 1000
         yield (
             f"{len(idle)} recordings were never replayed; capturing them took {seconds:.2f} s",

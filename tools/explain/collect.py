@@ -9,7 +9,7 @@ from ... import Events, PreparedModel
 from ...compile.ir.ops import resolve_op
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.report_plan import split_graph as plan_steps
-from ...runtime.core.records import CaptureFailure, CaptureRecord, MemoryUse
+from ...runtime.core.records import CaptureRecord, MemoryUse
 from ...torch_compat.basics.ops import given_arguments
 from ..engine.serving_log import StepRecord
 from .advice import advise
@@ -46,19 +46,18 @@ def collect(
         "lookups": records.compile.lookups,
         "graph_mode": report["graph_mode"],
         "remarks": report["remarks"],
+        "warnings": report["warnings"],
         "settings": records.settings,
         "steps": split_graph(prepared),
         "pieces": pieces(prepared),
         "guards": guards(prepared),
         "policy": prepared.config.tracing.guards.value if prepared.config.compile else None,
         "regions": report["regions"],
-        "opaque_ops": report["opaque_ops"],
         "captures": captures(prepared),
         "executables": report["executables"],
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],
         "forecast": report["memory_forecast"],
-        "failed": [record.facts() for record in records.of(CaptureFailure)],
         "heat": heat([(step.mode, step.num_tokens, 1) for step in steps] or _counted(report)),
         "reasons": report["reasons"],
         "padding": padding(report["dispatch"]),

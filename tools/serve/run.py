@@ -55,6 +55,7 @@ from ..engine.overlap import OverlappingEngine
 from ..engine.scheduler import Request, Scheduler, StepSchedule
 from ..engine.serving_log import Clock
 from ..sizes.suggested import suggested_sizes
+from ..start_lines import Interrupted
 from .host_memory import allocating, require_memory
 from .options import RunOptions
 from .progress import counting, starting
@@ -81,16 +82,15 @@ class Service:
 
 
 @contextmanager
-def _saying_what_is_kept(console: Console, config: Config) -> Iterator[None]:
-    """Says on an interrupt what the cache keeps of the start."""
+def _saying_what_is_kept(config: Config) -> Iterator[None]:
+    """An interrupt says what the cache keeps of the start."""
     root = cache_root(config)
     before = _stored_pieces(root)
     try:
         yield
-    except KeyboardInterrupt:
+    except Interrupted as interrupted:
         pieces = len(_stored_pieces(root) - before)
-        kept = f"interrupted: compiled pieces that the cache keeps for the next start: {pieces}"
-        console.print(kept, highlight=False, soft_wrap=True)
+        interrupted.kept = f": compiled pieces that the cache keeps for the next start: {pieces}"
         raise
 
 
@@ -138,7 +138,7 @@ def start_service(
             graph_mode=GraphMode.FULL,
             attention={"support": AttentionSupport.ALWAYS},
         )
-    with _saying_what_is_kept(console, config), starting(console, events):
+    with _saying_what_is_kept(config), starting(console, events):
         prepared = prepare(model, config, layers=layers, events=events, ranks=ranks)
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import PreparedModel
+from ...config import capture_sizes
 from ...dispatch import DENSE_END, RuntimeMode
-from ...runtime.setup.policy import capture_sizes
 from .traffic import padding_waste, suggest_sizes
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,27 @@ def is_settings(module: Any) -> bool:
     from torch.utils._config_module import ConfigModule
 
     return isinstance(module, ConfigModule)
+
+
+def inductor_option_names() -> frozenset[str]:
+    """The names in `torch._inductor.config`, by its source: to import it takes more than a second,
+    which a warm start does not have."""
+    source = Path(torch.__file__).with_name("_inductor") / "config.py"
+    return frozenset(_assigned(ast.parse(source.read_text("utf-8")).body, "", {}))
+
+
+def _assigned(body: list[ast.stmt], prefix: str, classes: dict[str, list[ast.stmt]]) -> list[str]:
+    """The names assigned in a module or class, with those of nested and of base classes."""
+    names: list[str] = []
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            inherited = [each for base in bases for each in classes.get(base, ())]
+            classes[node.name] = [*node.body, *inherited]
+            names += _assigned(classes[node.name], f"{prefix}{node.name}.", classes)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names += [prefix + target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 
 def changed_settings() -> dict[str, Any]:

@@ -19,12 +19,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ....config import Config
+from ....config import Config, attention_support
 from ....dispatch import DispatchPlan
 from ....errors import RankLost, RanksDisagree
 from ....torch_compat.basics.distributed import process_group_store
 from ...core.exchange import Facts
-from ...setup.policy import attention_support
 
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:

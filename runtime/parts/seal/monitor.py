@@ -10,7 +10,6 @@ as the preparation of another model, is no violation.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import threading
 import traceback
@@ -26,7 +25,7 @@ from ....torch_compat.basics.devices import graph_classes
 from ....torch_compat.basics.structured_trace import listening
 from ...backends.protocol import GraphBackend
 from ...core.allowed_work import WorkKind, is_compilation_allowed
-from ...core.records import Records
+from ...core.records import Records, WorkSeen
 from ...forward_context import CURRENT, ForwardContext
 
 _SPANS = {
@@ -117,8 +116,7 @@ class Monitor:
         if self._policy is AfterSeal.COUNT:
             return
         shape = _shape(self._context) if in_step else "no step"
-        facts = {"kind": kind.value, "detail": detail, "shape": shape, "stack": _callers()}
-        self._records.events.emit("after_seal", level=logging.WARNING, **facts)
+        self._records.add(WorkSeen(kind.value, detail, shape, _callers()))
         ours = in_step or kind is WorkKind.CAPTURE
         if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"

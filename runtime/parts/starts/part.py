@@ -29,7 +29,7 @@ from ...core.records import Stale, Switched
 from ...core.report import verified
 from ...core_model import CoreModel
 from ...part import CaptureSet, Part, Run
-from ...setup.policy import Policy
+from ...setup.model_policy import Policy
 from .background import Background, Libraries
 from .bundle_failures import note_failure
 from .tracing_thread import CLOSE_S, PATIENCE_S, WAIT_S

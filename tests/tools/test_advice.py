@@ -1,0 +1,66 @@
+"""Each warning has a rule of `piecegraph explain`, and each rule can be shown."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+import piecegraph
+from piecegraph.runtime import assemble  # noqa: F401 - which imports all parts, and their records
+from piecegraph.runtime.core.records import record_kinds
+from piecegraph.tools.explain.warnings import RULES, advice_of
+
+ROOT = Path(piecegraph.__file__).parent
+LAYERS = ("cache", "compile", "runtime", "tools", "torch_compat")
+BY_NAME = {
+    "compile/backends/workers.py": {"worker.lost", "worker.silent"},
+    "runtime/setup/open_cache.py": {"cache.unusable", "cache.read_only"},
+    "runtime/core/records.py": set(),
+}
+"""Where the name of an event is a variable: its values, by file."""
+
+
+def emitted() -> Iterator[tuple[str, set[str] | None]]:
+    """Each event whose level is not stated to be lower, and its facts where the code names all."""
+    for path in (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") not in (
+                "emit",
+                "_emit",
+            ):
+                continue
+            facts = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            if facts.pop("level", "DEBUG").endswith(("DEBUG", "INFO")):
+                continue
+            name = call.args[0]
+            known = None if None in facts else {*facts}
+            if isinstance(name, ast.Constant):
+                yield name.value, known
+            else:
+                yield from ((each, known) for each in BY_NAME[str(path.relative_to(ROOT))])
+
+
+def warnings() -> dict[str, set[str] | None]:
+    kinds = [kind for kind in record_kinds() if getattr(kind, "level", 0) >= 30]
+    records = {kind.event: {*kind.__dataclass_fields__} for kind in kinds}
+    return {**dict(emitted()), **records}
+
+
+def test_each_warning_has_a_rule_that_can_be_shown_and_each_rule_a_warning() -> None:
+    found = warnings()
+    own = {name for name, facts in found.items() if facts and {"what", "todo"} <= facts}
+    assert found.keys() - own == RULES.keys()
+    for name, texts in RULES.items():
+        fields = {field for text in texts for _, field, _, _ in Formatter().parse(text) if field}
+        named = {field.partition("[")[0] for field in fields}
+        assert found[name] is None or named <= found[name], name
+
+
+def test_different_warnings_are_shown_once_each_with_their_number() -> None:
+    lost = {"event": "worker.lost", "count": 3, "newest": [{"reason": "a"}, {"reason": "a"}]}
+    remark = {"event": "sizes", "count": 1, "newest": [{"what": "slow", "todo": "faster"}]}
+    other = {"event": "an.engine.s", "count": 1, "newest": [{"n": 1}]}
+    shown = [what for what, _ in advice_of([lost, remark, other])]
+    assert shown == ["a compiling process ended: a, 3 times", "an.engine.s"]
