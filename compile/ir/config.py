@@ -198,6 +198,11 @@ class GraphPass:
     from_level: int | None = 1
     """Enabled by default from this optimization level on; None for a pass that must be enabled by
     name."""
+    before_grad: bool = False
+    """Whether it runs on the graph as traced, before decomposition, not on the post-grad one."""
+    uuid: str | None = None
+    """Stands for its code in keys, for a pass whose code does not say what it does; so does what
+    `uuid()` of an Inductor's `CustomGraphPass` returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx import Graph
 from ...cache.keys.factors import Parts
 from ...errors import InvalidSetting
 from ...events import trace_artifact
-from ...torch_compat.compiling.inductor import post_grad_pass
+from ...torch_compat.compiling.inductor import graph_pass
 from ..conditions.code import code_parts
 from ..conditions.values import Undescribable
 from ..ir.config import GraphPass, named_object
@@ -76,22 +77,21 @@ def thresholds(passes: Sequence[GraphPass]) -> tuple[int, ...]:
 
 def pass_factors(passes: Sequence[GraphPass]) -> list[Any]:
     """Names and code by part, in order, for a key; raises Undescribable."""
-    return [[each.name, Parts(code_parts(each.apply, "code"))] for each in passes]
+    return [[each.name, each.uuid or Parts(code_parts(each.apply, "code"))] for each in passes]
 
 
 def inductor_passes(
     passes: Sequence[GraphPass], report: Callable[..., None], piece: int
 ) -> dict[str, Any]:
     """Inductor's options that run `passes` on the piece; `report` gets the facts of each run."""
-    if not passes:
-        return {}  # Inductor stores no artifact after a pass with an empty key
 
-    def run(graph: Graph) -> None:
-        for position, each in enumerate(passes):
-            label = f"post_grad.{piece}.{position}.{each.name}"
+    def run(stage: str, graph: Graph) -> None:
+        for position, each in enumerate(stages[stage]):
+            label = f"{stage}.{piece}.{position}.{each.name}"
             trace_artifact(f"{label}.before", lambda: str(graph))
             rewrites = each.apply(graph)
-            graph.eliminate_dead_code()
+            if stage == "post_grad":  # before, a call of a method may be there for what it writes
+                graph.eliminate_dead_code()
             graph.lint()
             trace_artifact(f"{label}.after", lambda: str(graph))
             report(graph_pass=each.name, piece=piece, rewrites=rewrites)
@@ -100,7 +100,16 @@ def inductor_passes(
         uuid: Any = pass_factors(passes)
     except Undescribable:
         uuid = secrets.token_hex(16)  # Inductor finds nothing of it again
-    return {"post_grad_custom_post_pass": post_grad_pass(run, uuid)}
+    options = {"pre_grad": "pre_grad_custom_pass", "post_grad": "post_grad_custom_post_pass"}
+    stages = {
+        name: [p for p in passes if p.before_grad is (name == "pre_grad")] for name in options
+    }
+    # Inductor stores no artifact after a pass with an empty key
+    return {
+        option: graph_pass(partial(run, stage), uuid)
+        for stage, option in options.items()
+        if stages[stage]
+    }
 
 
 def _pays(each: GraphPass, num_tokens: int) -> bool:
@@ -115,7 +124,8 @@ def _user_pass(name: str, value: Any) -> GraphPass:
     if not callable(rewrite):
         expected = "True, False, a GraphPass, or a function of a torch.fx.Graph"
         raise _invalid(name, value, "it cannot be called", expected)
-    return GraphPass(name, rewrite)
+    stated = getattr(rewrite, "uuid", None)
+    return GraphPass(name, rewrite, uuid=str(stated()) if callable(stated) else None)
 
 
 def _invalid(name: str, value: Any, reason: str, expected: str) -> InvalidSetting:

@@ -164,6 +164,18 @@ def test_passes_are_on_from_their_level():
     assert names(passes_of({"no_op": True}, level=0)) == ["no_op"]
 
 
+class Stating:
+    """A pass as Inductor has them, which states what it does."""
+
+    stated = "3"
+
+    def __call__(self, graph: Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return self.stated
+
+
 def test_key_follows_the_source_of_passes(engine_pass):
     def key(passes=None):
         config = compile_config(Config(codegen={"passes": passes or {}}))
@@ -178,8 +190,12 @@ def test_key_follows_the_source_of_passes(engine_pass):
         key({"b": triple_adds, "a": double_adds}),
         key({"no_op": False}),
         key({"count_adds": True}),
+        *(key({"a": GraphPass("", double_adds, uuid=stated)}) for stated in "12"),
+        key({"a": Stating()}),
     }
-    assert len(digests) == 7
+    assert len(digests) == 10
+    Stating.stated = "4"
+    assert key({"a": Stating()}) not in digests
 
 
 INPUTS = {"x": "float32[num_tokens, 8]", "r": "float32[num_tokens, 8]"}
@@ -228,16 +244,26 @@ class Add(nn.Module):
         return x + r
 
 
+traced_adds = GraphPass(
+    "",
+    lambda graph: len(graph.find_nodes(op="call_function", target=operator.add)),
+    before_grad=True,
+)
+
+
 @pytest.mark.compile
 def test_inductor_runs_the_passes_that_are_on(compiled, engine_pass):
     made = compiled(
-        Add(), inputs=INPUTS, compiler="inductor", codegen={"passes": {"count_adds": True}}
+        Add(),
+        inputs=INPUTS,
+        compiler="inductor",
+        codegen={"passes": {"count_adds": True, "traced": traced_adds}},
     )
     ran = [
         (event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")
     ]
-    assert [name for name, _ in ran] == ["no_op", "functionalization", "count_adds"]
-    assert dict(ran)["count_adds"] == 1
+    assert [name for name, _ in ran] == ["traced", "no_op", "functionalization", "count_adds"]
+    assert (dict(ran)["traced"], dict(ran)["count_adds"]) == (1, 1)
     for size in (1, 7, 64):
         x, r = torch.randn(size, 8), torch.randn(size, 8)
         torch.testing.assert_close(made(x, r), x + r)

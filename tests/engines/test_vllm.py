@@ -12,10 +12,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from piecegraph import Config, Lazy, prepare
 from piecegraph.cache.names import entry_names
 
 if importlib.util.find_spec("vllm") is None:
@@ -93,6 +96,12 @@ class Engines:
                 "kinds": True,
                 "settings": {**NO_COMPILER, "steps": {"after_seal": "raise"}},
             },
+            "mode NONE": {
+                "family": "qwen3",
+                "settings": NO_COMPILER,
+                "engine": {"compilation_config": {"mode": 0}},
+            },
+            "wrapped": {"family": "qwen3", "settings": {"cache": False}, "wrapped": True},
             "cold": {"family": "qwen3", "settings": stored},
             "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
             "capacity, cold": {"family": "qwen3", "settings": capacity, **capacity_engine},
@@ -106,7 +115,9 @@ class Engines:
         }
         for case, engine in (CASES | {"qwen3, adapters": LORA}).items():
             family, alone = case.partition(",")[0], EAGER.get(case, {"enforce_eager": True})
-            self.jobs[case] = {"family": family, "engine": {**engine, **alone}}
+            faults = ["attention"] if engine is ENCODER else ["attention", "KV row"]
+            planted = {} if "two" in case else {"planted": faults}
+            self.jobs[case] = {"family": family, "engine": {**engine, **alone}, **planted}
             prepared = {"family": family, "engine": engine, "settings": NO_COMPILER}
             self.jobs[f"{case}, prepared"] = prepared
         self.folder = folder
@@ -139,7 +150,7 @@ def test_results_are_those_of_vllm(engines, case):
     if case == "qwen3, drafts":  # vLLM starts once in a process that has imported numba
         engines(case)
     alone, prepared = engines(case, f"{case}, prepared")
-    assert len({tuple(tokens) for tokens in alone["made"]}) > 30
+    assert alone.get("noticed") == engines.jobs[case].get("planted")
     assert prepared["made"] == alone["made"]
     workers = 2 if "two" in case else 1
     assert prepared["refusals"] == [None] * workers
@@ -147,6 +158,20 @@ def test_results_are_those_of_vllm(engines, case):
     assert prepared["explained"] > 1000
     assert "piecegraph_steps_total" in prepared["metrics"]
     assert prepared["served_metrics"].count("piecegraph_serving_uncompiled{") == workers
+
+
+def test_vllms_own_ops_are_lowered_by_its_own_passes(engines):
+    """Norms and activations are such ops where vLLM wraps them, as on a GPU."""
+    alone, wrapped = engines("qwen3", "wrapped")
+    assert wrapped["made"] == alone["made"]
+    assert wrapped["refusals"] == [None]
+    assert (wrapped["opaque"], wrapped["report"]["opaque_ops"]) == ([], [])
+
+
+def test_a_model_that_vllm_compiles_in_no_mode_is_prepared(engines):
+    alone, prepared = engines("qwen3", "mode NONE")
+    assert prepared["made"] == alone["made"]
+    assert prepared["refusals"] == [None]
 
 
 def test_a_warm_start_traces_and_compiles_nothing(engines):
@@ -269,9 +294,74 @@ def test_the_example_runs(tmp_path):
     assert "the same tokens; warm start: False" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("wheel", [None, "newer"])
+def test_vllm_decides_as_it_does_alone(wheel):
+    """Graph modes of both runners, for each support of attention; by the Python of two versions."""
+    folder = Path(sys.prefix) / "newer"
+    command = [sys.executable, str(HELPER.with_name("vllm_decisions.py"))]
+    environment = os.environ | ({"PYTHONPATH": str(folder)} if wheel else {})
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert not wheel or found["version"].startswith("0.33")
+    assert found["worker"] == found["alone"]
+    assert found["not compiled"] != found["alone"]
+    assert found["alone"]["V2 FULL_AND_PIECEWISE ALWAYS"] == "FULL_AND_PIECEWISE"
+    assert found["ran"] == "ours"
+
+
+@torch.library.custom_op("engine_tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+copied.register_fake(torch.empty_like)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, positions):
+        return torch.ops.engine_tests.copied(positions + 1) * 2 - 2
+
+
+def test_steps_that_vllm_captures_or_runs_uncompiled(monkeypatch):
+    """Inside a capture of vLLM none of ours begins, nor is a graph of ours replayed."""
+    from piecegraph.tools.integrations import vllm as integration
+
+    context, vllm_captures = SimpleNamespace(skip_compiled=False), True
+    monkeypatch.setattr(integration, "get_forward_context", lambda: context)
+    monkeypatch.setattr(integration.current_platform, "is_cuda_alike", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: vllm_captures)
+    model, positions = Doubled(), torch.arange(4)
+    form = integration.InputForm(positions, 4)
+    config = Config(
+        inputs={"positions": form.spec}, max_num_tokens=8, capture_sizes=(4, 8), compiler="eager",
+        graph_mode="PIECEWISE", strategy=Lazy(), cache=False,
+        splitting_ops=("engine_tests::copied",), attention={"support": "NEVER"},
+    )  # fmt: skip
+    prepared = prepare(model, config)
+    prepared.capture(integration._no_requests)
+    prepared.seal()
+    step = integration.steps_through(prepared, model, {"positions": form})
+
+    def modes():
+        assert step(positions).tolist() == [0, 2, 4, 6]
+        return [row["mode"] for row in prepared.usage.rows() for _ in range(row["count"])]
+
+    at_startup = len(prepared.recordings())
+    assert [modes(), modes()][-1] == ["NONE", "NONE"]
+    assert len(prepared.recordings()) == at_startup
+    vllm_captures = False
+    assert "PIECEWISE" in [modes(), modes()][-1]
+    assert len(prepared.recordings()) == at_startup + 1
+    vllm_captures = True
+    assert modes().count("NONE") >= 3
+    context.skip_compiled = True
+    before = sum(row["count"] for row in prepared.usage.rows())
+    assert len(modes()) == before
+
+
 def test_captures_on_a_device_run_in_the_context_of_vllms_own(monkeypatch):
     """Outside of it, custom all-reduce copies each input to registered memory first."""
-    import torch
 
     from piecegraph.tools.integrations import vllm as integration
 

@@ -14,6 +14,8 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two ranks run on one core too
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions for workers: planted faults
 }
 os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())  # workers inherit it
 
@@ -30,13 +33,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.ir import set_default_torch_wrap
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 import piecegraph
+from piecegraph.tools.integrations import vllm as piecegraph_worker
 
 SMALL = {
     "vocab_size": 512,
@@ -123,9 +128,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-WITH_WEIGHTS = ("gpt2", "gpt_neox")
-"""Families whose layer norms give NaN with vLLM's dummy weights: these have a checkpoint."""
-
 KINDS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"prompt_logprobs": 1},
@@ -142,7 +144,6 @@ KINDS: list[dict[str, Any]] = [
 
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
-    "load_format": "dummy",
     "dtype": "float32",
     "max_model_len": 256,
     "max_num_batched_tokens": 128,
@@ -204,6 +205,70 @@ def adapter(folder: Path) -> LoRARequest:
     return LoRARequest("adapter", 1, str(folder))
 
 
+def write_weights(folder: Path) -> None:
+    """A checkpoint with weights so large that attention decides; vLLM's dummy ones are so small
+    that tokens depend on the last token of a prompt alone."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModel if config.model_type == "bert" else AutoModelForCausalLM
+    model = kind.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+    model.save_pretrained(folder)
+
+
+def plant(worker: Any, fault: str) -> None:
+    """In vLLM alone: attention gives zeros, or its first step leaves one KV row overwritten."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    impl = next(layer.impl for layer in layers.values() if hasattr(layer, "impl"))
+    kind, own, overwritten = type(impl), type(impl).forward, []
+
+    def forward(self: Any, layer: Any, *tensors: Any, **more: Any) -> Any:
+        result = own(self, layer, *tensors, **more)
+        cache, metadata = tensors[3], tensors[4]
+        if fault == "attention":
+            result.zero_()
+        elif metadata is not None and not overwritten:
+            row = int(metadata.slot_mapping[0])
+            cache[row // cache.shape[2], :, row % cache.shape[2]] = 3.0
+            overwritten.append(row)
+        return result
+
+    kind.forward = forward
+    worker.planted = lambda: setattr(kind, "forward", own)
+
+
+def noticed(llm: Any, made: Any, generate: Callable[[], Any], faults: Sequence[str]) -> list[str]:
+    """The faults by which results of vLLM alone are others than `made`."""
+    found = []
+    for fault in faults:
+        llm.reset_prefix_cache()
+        llm.collective_rpc(plant, args=(fault,))
+        found += [fault] if generate() != made else []
+        llm.collective_rpc(lambda worker: worker.planted())
+    return found
+
+
+def opaque(worker: Any) -> list[str]:
+    """vLLM's own ops that the compiled pieces call as they are."""
+    prepared = worker.prepared
+    names = {name for piece in prepared.compiled.pieces for name in getattr(piece, "ops", ())}
+    return sorted(name for name in names if name.startswith("vllm_ir::"))
+
+
+def wrapping(kind: Any) -> None:
+    """Norms and activations are ops of vLLM's own from the next start on, as on a GPU."""
+    load = kind.load_model
+
+    def wrapped(self: Any, **options: Any) -> None:
+        kind.load_model = load
+        set_default_torch_wrap(True)
+        load(self, **options)
+
+    kind.load_model = wrapped
+
+
 def fail_once(cls: Any) -> None:
     run = cls.run
 
@@ -214,6 +279,15 @@ def fail_once(cls: Any) -> None:
     cls.run = fail
 
 
+def generated(llm: LLM, options: dict[str, Any], folder: Path) -> Any:
+    """The tokens of each request, or its embedding."""
+    if options.get("runner") == "pooling":
+        return [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
+    lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None
+    outputs = llm.generate(prompts(), sampling_of({}), use_tqdm=False, lora_request=lora)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Start an engine, generate, and report."""
     model = folder / job["family"]
@@ -222,17 +296,15 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     options = {**ENGINE, **job.get("engine", {})}
     if not options["skip_tokenizer_init"]:
         write_tokenizer(model)
-    if job["family"] in WITH_WEIGHTS:
-        options["load_format"] = "auto"
-        if not (model / "model.safetensors").exists():  # vLLM changes the classes of transformers
-            torch.manual_seed(0)
-            with_weights = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-            with_weights.save_pretrained(model)
+    if not (model / "model.safetensors").exists():
+        write_weights(model)
     if (settings := job.get("settings")) is not None:
         options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
         options["additional_config"] = {"piecegraph": settings}
     if job.get("capacity"):  # vLLM finds it out
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if job.get("wrapped"):
+        wrapping(piecegraph_worker.Worker)
     if job.get("first step fails"):
         fail_once(piecegraph.PreparedModel)
     began = time.perf_counter()
@@ -241,12 +313,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("goes around"):
         worker = llm.llm_engine.model_executor.driver_worker.worker
         del worker.model_runner.get_model().model.forward
-    if options.get("runner") == "pooling":
-        made = [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
-    else:
-        lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None
-        outputs = llm.generate(prompts(), sampling_of({}), use_tqdm=False, lora_request=lora)
-        made = [list(output.outputs[0].token_ids) for output in outputs]
+    made = generated(llm, options, folder)
     if job.get("kinds"):
         made = [
             [list(each.token_ids) for each in output.outputs]
@@ -255,6 +322,12 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         ]
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     result: dict[str, Any] = {"ready": ready, "made": made, "blocks": blocks}
+    if job.get("planted"):
+        result["noticed"] = noticed(
+            llm, made, partial(generated, llm, options, folder), job["planted"]
+        )
+    if job.get("wrapped"):
+        result["opaque"] = llm.collective_rpc(opaque)[0]
     if settings is not None:
         reports = llm.collective_rpc("piecegraph_report")
         result["report"] = reports[0]

@@ -113,7 +113,7 @@ def test_pass_has_the_form_that_inductor_takes():
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     seen: list[Any] = []
-    made = inductor.post_grad_pass(seen.append, ["key"])
+    made = inductor.graph_pass(seen.append, ["key"])
     assert isinstance(made, CustomGraphPass)
     graph = torch.fx.Graph()
     made(graph)

@@ -15,18 +15,23 @@ import gc
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+import vllm.ir.op
+from vllm.compilation.passes.inductor_pass import pass_context
+from vllm.compilation.passes.ir.inplace_functionalization import VllmIRInplaceFunctionalizationPass
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.utils import Range
 from vllm.distributed import get_tp_group, graph_capture
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.sample.sampler import Sampler
 
 from ... import (
@@ -34,6 +39,7 @@ from ... import (
     BatchDescriptor,
     Config,
     Events,
+    GraphPass,
     PaddingLimit,
     PiecegraphError,
     PreparedModel,
@@ -84,6 +90,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     _metrics: MultiprocessMetrics | None = None
 
+    _tried_captures = False
+
     _left = 0
     """Bytes by which `prepare` made this process larger."""
 
@@ -104,33 +112,29 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if module is None:
             self._refuse("vLLM compiles no module of this model, or several")
             return
-        compiles_itself = not module.do_not_compile
-        module.do_not_compile = True
-        module.forward = partial(self._prepare_and_run, module, compiles_itself)
+        take_over(module, partial(self._prepare_and_run, module))
+        for name, after in (
+            ("capture_model", self._captured), ("profile_cudagraph_memory", self._profiled)
+        ):  # fmt: skip
+            if own := getattr(self.model_runner, name, None):
+                setattr(self.model_runner, name, partial(after, own))
 
     def determine_available_memory(self) -> int:
         """vLLM's profile, of a model that is prepared before: what compiling takes is no activation
         memory. On a CPU vLLM subtracts the memory of the process; what `prepare` has left in it,
         which is more if it compiled, is not subtracted."""
-        if self.prepared is None and self.refusal is None:
-            self.model_runner.profile_run()
+        self._prepare_early()
         explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = int(super().determine_available_memory())
         return available if explicit or not current_platform.is_cpu() else available + self._left
 
     def compile_or_warm_up_model(self) -> Any:
-        """vLLM's warm-up, then captures. From here on nothing is compiled."""
-        if self.prepared is None and self.refusal is None:
-            self.model_runner.profile_run()
+        """vLLM's warm-up, with our captures after its own. From here on nothing is compiled."""
+        self._prepare_early()
         times = super().compile_or_warm_up_model()
         if self.prepared is not None:
-            self._watch_caches(self.prepared)
-            if self.prepared.dispatcher.plan.entries:
-                try:
-                    with capture_context(self.device), set_forward_context(None, self.vllm_config):
-                        self.prepared.capture(_no_requests)
-                except PiecegraphError as error:
-                    log.warning("vLLM serves without graphs: %s", error)
+            if not self._tried_captures:  # a runner without captures
+                self._capture(self.prepared)
             if self.prepared.config.steps.after_seal in ("raise", "raise_all"):
                 self._compile_logprobs()
             self.prepared.seal()
@@ -139,6 +143,44 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 self._metrics = MultiprocessMetrics(self.prepared)
                 self._metrics.update()
         return times
+
+    def _prepare_early(self) -> None:
+        if self.prepared is None and self.refusal is None:
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.profile_run()
+
+    def _profiled(self, estimate: Callable[[], int]) -> int:
+        """vLLM's estimate of what graphs will take, and ours, before the KV cache is made."""
+        own = 0
+        if self.prepared is not None and self._has_graphs(self.prepared):
+            with capture_context(self.device), set_forward_context(None, self.vllm_config):
+                own = self.prepared.memory_plan(metadata_for=_no_requests).graphs
+        return estimate() + own
+
+    def _captured(self, capture: Callable[..., int], *profile: Any, **only: Any) -> int:
+        """vLLM's captures, then ours, once: before its monitors, and in its count of bytes."""
+        taken = capture(*profile, **only)
+        if self.prepared is None or profile or only or self._tried_captures:
+            return taken
+        self._capture(self.prepared)
+        return taken + sum(each.bytes for _, each in self.prepared.recordings())
+
+    def _has_graphs(self, prepared: PreparedModel) -> bool:
+        """Whether there are graphs to capture, and vLLM has not given them up since `prepare`."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        return bool(prepared.dispatcher.plan.entries) and (
+            current_platform.is_cpu() or mode.has_piecewise_cudagraphs()
+        )
+
+    def _capture(self, prepared: PreparedModel) -> None:
+        self._tried_captures = True
+        self._watch_caches(prepared)
+        if self._has_graphs(prepared):
+            try:
+                with capture_context(self.device), set_forward_context(None, self.vllm_config):
+                    prepared.capture(_no_requests)
+            except PiecegraphError as error:
+                log.warning("vLLM serves without graphs: %s", error)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's step; then its metrics have ours beside them."""
@@ -163,9 +205,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
         Sampler.gather_logprobs(logits, 1, tokens)
 
-    def _prepare_and_run(
-        self, module: Any, compiles_itself: bool, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _prepare_and_run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The first call of the module: prepare it for calls of this form, and run it."""
         del module.forward
         before = psutil.Process().memory_info().rss
@@ -179,7 +219,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             raise  # `bundle="force"` forbids that anything compiles, also vLLM
         except Exception as error:  # whatever it is, vLLM can still serve
             module.__dict__.pop("forward", None)
-            module.do_not_compile = not compiles_itself
+            module.aot_compiled_fn = None
             if self.prepared is not None:
                 self.prepared.close()
                 self.prepared = None
@@ -193,20 +233,21 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """The module prepared for calls of this form, and its tensors by name."""
         names = inspect.signature(module.forward).parameters
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        axes, group = module._dynamic_arg_dims, get_tp_group()
-        inputs = {
-            name: InputForm(value, _axis_of(axes.get(name.partition(".")[0], 0)))
-            for name, value in tensors_in(arguments).items()
-        }
+        tensors, group = tensors_in(arguments), get_tp_group()
+        num_tokens = tensors["positions"].shape[-1]
+        inputs = {name: InputForm(value, num_tokens) for name, value in tensors.items()}
         events = Events()
         # a context without a step: the model may find its layers in it
         with (
             set_forward_context(None, self.vllm_config),
             start_lines(events, lambda line: log.info("%s", line)),
+            pass_context(Range(1, self.scheduler_config.max_num_batched_tokens)),
         ):
+            config = config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()})
+            passes = {**passes_of(self.vllm_config), **config.codegen.passes}
             prepared = prepare(
                 module,
-                config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
+                config.changed(**{"codegen.passes": passes}),
                 examples=((), with_tensors(arguments, {n: e.example for n, e in inputs.items()})),
                 events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
@@ -242,6 +283,13 @@ def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
     return compiled[0] if len(compiled) == 1 else None
 
 
+def take_over(module: Any, forward: Callable[..., Any]) -> None:
+    """Let vLLM call `forward`. For vLLM the module stays one that is compiled, by which its runners
+    decide which graphs there can be."""
+    module.aot_compiled_fn = lambda module, *args, **kwargs: module.forward(*args, **kwargs)
+    module.forward = forward
+
+
 def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
     """`Config` for a vLLM engine: its limits and capture sizes, then what the user has set."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
@@ -255,8 +303,11 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
     options = {
         name: value
         for name, value in compilation.inductor_compile_config.items()
-        if isinstance(value, bool | int | str) and name != "enable_auto_functionalized_v2"
+        if name not in (current_platform.pass_key, "enable_auto_functionalized_v2")
     }
+    kinds = (bool, int, float, str, list, tuple, dict, type(None))
+    if left_out := [name for name, value in options.items() if not isinstance(value, kinds)]:
+        log.warning("options of Inductor that are left out: %s", ", ".join(left_out))
     config = Config(
         inputs=inputs,
         max_num_tokens=scheduler.max_num_batched_tokens,
@@ -267,7 +318,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         sizes={"padding_limit": PaddingLimit(tokens=0)},
         graph_mode="PIECEWISE" if piecewise else "NONE",
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
-        codegen={"inductor_options": options},
+        codegen={"inductor_options": {n: v for n, v in options.items() if n not in left_out}},
         shadow=Shadow(),
     )
     return config.changed(
@@ -275,26 +326,37 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
     )
 
 
+def passes_of(vllm_config: VllmConfig) -> dict[str, GraphPass]:
+    """What vLLM's own backend runs over each graph. Where its ops are not wrapped, as on a CPU, its
+    passes have nothing to do, and worker processes compile."""
+    compilation = vllm_config.compilation_config
+    if not getattr(vllm.ir.op, "_ENABLE_TORCH_WRAP", True):
+        return {}
+    first = VllmIRInplaceFunctionalizationPass(vllm_config)
+    manager = resolve_obj_by_qualname(current_platform.get_pass_manager_cls())()
+    manager.configure(vllm_config)
+    if added := compilation.inductor_compile_config.get(current_platform.pass_key):
+        manager.add(added)
+    if len(compilation.get_compile_ranges()) > 1:
+        log.warning("vLLM's passes for a part of the sizes are left out: one range is compiled")
+    return {
+        "vllm functionalization": GraphPass("", first, before_grad=True, uuid=first.uuid()),
+        "vllm passes": GraphPass("", manager, uuid=manager.uuid()),
+    }
+
+
 def _is_registered(op: str) -> bool:
     namespace, _, name = op.partition("::")
     return hasattr(getattr(torch.ops, namespace), name)
 
 
-def _axis_of(marked: int | Iterable[int]) -> int:
-    """The axis of tokens by what vLLM marks as dynamic: one axis, or several with their names."""
-    axes = [marked] if isinstance(marked, int) else list(marked)
-    if len(axes) != 1:
-        raise ValueError(f"axes {axes} of one input are dynamic")
-    return axes[0]
-
-
 class InputForm:
     """One tensor argument: its spec, and an example with a number of tokens nothing depends on."""
 
-    def __init__(self, value: torch.Tensor, axis: int) -> None:
-        self.axis = axis
-        """Of tokens; what vLLM marks as dynamic."""
+    def __init__(self, value: torch.Tensor, num_tokens: int) -> None:
         shape: list[int | str] = list(value.shape)
+        self.axis = axis = shape.index(num_tokens)
+        """Of tokens."""
         shape[axis] = "num_tokens"
         self.spec = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         self.example = value.narrow(axis, 0, min(17, value.shape[axis])).clone()
@@ -335,8 +397,12 @@ def steps_through(
     names = tuple(inspect.signature(forward).parameters)
     counted, axis = next((name, each.axis) for name, each in inputs.items())
     warned = set()
+    on_device = current_platform.is_cuda_alike()
+    capturing = torch.cuda.is_current_stream_capturing if on_device else bool
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if get_forward_context().skip_compiled:
+            return forward(*args, **kwargs)
         tensors = tensors_in({**dict(zip(names, args, strict=False)), **kwargs})
         same = tensors.keys() == inputs.keys()
         num_tokens = tensors[counted].shape[axis] if same else 0
@@ -345,11 +411,11 @@ def steps_through(
                 log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
                 warned.add(names_of_this)
             return forward(*args, **kwargs)
-        captured_by_vllm = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
-        decision = prepared.dispatch(
-            Batch(num_tokens, min(num_tokens, most_reqs)),
-            allowed_modes=NO_GRAPHS if captured_by_vllm else None,
-        )
+        batch = Batch(num_tokens, min(num_tokens, most_reqs))
+        if capturing():  # by vLLM: nothing is captured between steps
+            decision = prepared.dispatcher.dispatch(batch, NO_GRAPHS)
+        else:
+            decision = prepared.dispatch(batch)
         return prepared.run(decision, *args, **kwargs)
 
     return step

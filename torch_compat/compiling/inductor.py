@@ -151,7 +151,7 @@ def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
 _CALLED = re.compile(r"^[^#\n]*\btorch\.ops\.(\w+)\.(\w+\.\w+)\(", re.MULTILINE)
 
 
-def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
+def graph_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
     """`run` as a pass object for Inductor; `uuid` becomes part of Inductor's cache keys."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
