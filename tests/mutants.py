@@ -143,6 +143,7 @@ MUTANTS = [
      "tests/compile/test_passes.py -k inductor_runs"),
     ("torch_compat/compiling/inductor.py", '["::".join(names) for names in called]', "[]",
      "tests/compile/test_passes.py -k lowers"),
+    (PART, "not self._asked_for_all and", "", "tests/runtime/test_parts.py -k no_graph_is_planned"),
     (PARTITION, '"force_pointwise_cat": True', '"force_pointwise_cat": False',
      f"{CUT} -k parts_of"),
     (PARTITION, '"reorder_for_locality": False', '"reorder_for_locality": True',

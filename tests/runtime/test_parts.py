@@ -55,8 +55,8 @@ def prepared_model(
     config = Config(
         inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
-        cache=False, **settings,
-    )  # fmt: skip
+        cache=False,
+    ).changed(**settings)  # fmt: skip
     return pg.prepare(Model(), config, backend=backend, input_buffers=input_buffers)
 
 
@@ -262,6 +262,15 @@ def test_the_listed_checks_are_those_that_run():
         assert all(row["often"] for row in rows)
     names = [row["name"] for row in prepared.checks(prepared.dispatch(BATCH))]
     assert "addresses of weights and watched tensors" in names
+
+
+@pytest.mark.needs_part("checks")
+def test_where_no_graph_is_planned_a_step_compares_few_addresses_unless_all_are_asked_for():
+    prepared = prepared_model(graph_mode="NONE")
+    (row,) = [row for row in prepared.checks() if row["name"] == "addresses of weights"]
+    assert "in turn" in row["often"]
+    prepared.parts.checks.compare_all()
+    assert "all in each step" in str(prepared.checks())
 
 
 def scenario(prepared: PreparedModel) -> dict[str, Any]:

@@ -82,10 +82,11 @@ class ChecksPart(Part):
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
         self._in_turn = not core.environment.backend.runs_python
+        self._asked_for_all = False
 
     def compare_all(self) -> None:
         """Compare all addresses in each step from now on, as the replay backend does."""
-        self._in_turn = False
+        self._in_turn, self._asked_for_all = False, True
         self._core.checks_changed()
 
     def accept_changes(self) -> list[str]:
@@ -110,7 +111,9 @@ class ChecksPart(Part):
         if self._model is not None:
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
-            return [*checks, self._addresses("addresses of weights", self._of_code)]
+            # nothing is emulated where no graph is planned, and a replaced weight is told at once
+            in_turn = not self._asked_for_all and not self._core.steps.dispatcher.plan.entries
+            return [*checks, self._addresses("addresses of weights", self._of_code, in_turn)]
         relied = self._graphs[graph.index]
         if relied.reads is not None:
             checks.append(Check("what Python read, by class and value", relied.reads.check))
@@ -203,8 +206,8 @@ class ChecksPart(Part):
         self._of_code = self.addresses.snapshot()
         self._code = self._model = self._memory = None
 
-    def _addresses(self, name: str, snapshot: Snapshot) -> Check:
-        if self._in_turn:
+    def _addresses(self, name: str, snapshot: Snapshot, in_turn: bool = False) -> Check:
+        if self._in_turn or in_turn:
             return Check(name, snapshot.check_step, IN_TURN)
         return Check(name, snapshot.check_all, EACH_STEP)
 
