@@ -22,7 +22,7 @@ from ...torch_compat.compiling.inductor import graph_pass
 from ..conditions.code import code_parts
 from ..conditions.values import Undescribable
 from ..ir.config import GraphPass, named_object
-from . import functionalization, no_op
+from . import functionalization, no_op, unfused_add
 
 ENTRY_POINTS = "piecegraph.passes"
 
@@ -32,6 +32,7 @@ DEDUPE = "dedupe"
 SHIPPED = (
     GraphPass("no_op", no_op.apply),
     GraphPass("functionalization", functionalization.apply),
+    GraphPass("unfused_add", unfused_add.apply),
 )
 """In order of application. No-ops are removed first, because they hide patterns."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
 from piecegraph.compile.ir.config import GraphPass
-from piecegraph.compile.passes import no_op
+from piecegraph.compile.passes import no_op, unfused_add
 from piecegraph.compile.passes.graph_pass import passes_up_to, thresholds
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting
@@ -74,6 +75,34 @@ def test_operators_with_effect_stay():
     assert rewritten(no_op, function, torch.randn(5, 8))[0] == 0
 
 
+SUMS = [
+    ("cuda", (4, 8), aten.add.Tensor, 1),
+    ("cuda", (8,), aten.add.Tensor, 0),  # a bias
+    ("cuda", (1, 8), aten.add.Tensor, 0),
+    ("cuda", (4, 8), aten.addmm.default, 0),  # as the model says
+    ("cpu", (4, 8), aten.add.Tensor, 0),
+]
+
+
+@pytest.mark.parametrize(("device", "shape", "original", "rewrites"), SUMS)
+def test_a_residual_stream_is_not_added_by_the_product_on_a_gpu(device, shape, original, rewrites):
+    graph, meta = Graph(), {"device": torch.device(device)}
+    nodes = [graph.placeholder(name) for name in ("inp", "a", "b")]
+    nodes.append(graph.call_function(aten.addmm.default, tuple(nodes)))
+    graph.output((nodes[-1],))
+    for node, size in zip(nodes, (shape, (4, 6), (6, 8), (4, 8)), strict=True):
+        node.meta["val"] = SimpleNamespace(shape=size, **meta)
+    nodes[-1].meta["original_aten"] = original
+    assert unfused_add.apply(graph) == rewrites
+    graph.lint()
+    module = torch.fx.GraphModule({}, graph)
+    assert targets(module) == (
+        [aten.mm.default, aten.add.Tensor] if rewrites else [aten.addmm.default]
+    )
+    inputs = torch.randn(shape), torch.randn(4, 6), torch.randn(6, 8)
+    torch.testing.assert_close(module(*inputs)[0], torch.addmm(*inputs))
+
+
 @pytest.fixture
 def engine_pass(tmp_path, monkeypatch):
     """An installed engine whose entry point `count_adds` is a pass."""
@@ -119,12 +148,12 @@ def names(passes) -> list[str]:
 
 
 def test_passes_are_on_by_default_by_switch_and_by_size(engine_pass):
-    assert names(passes_of()) == ["no_op", "functionalization"]
+    assert names(passes_of()) == ["no_op", "functionalization", "unfused_add"]
     small = GraphPass("other", double_adds, max_num_tokens=16)
     passes = passes_of(
         {"count_adds": True, "no_op": False, "double_adds": double_adds, "small": small}
     )
-    expected = ["functionalization", "count_adds", "double_adds", "small"]
+    expected = ["functionalization", "unfused_add", "count_adds", "double_adds", "small"]
     assert names(passes) == expected
     assert names(passes_up_to(passes, None)) == expected
     assert names(passes_up_to(passes, 16)) == expected
@@ -133,7 +162,7 @@ def test_passes_are_on_by_default_by_switch_and_by_size(engine_pass):
 
 
 def test_a_users_pass_takes_the_place_of_a_shipped_one():
-    first, second = passes_of({"no_op": double_adds})
+    first, second, _ = passes_of({"no_op": double_adds})
     assert (first.name, first.apply, second.name) == ("no_op", double_adds, "functionalization")
 
 
@@ -160,7 +189,7 @@ def test_passes_that_are_not_there_are_refused_when_config_is_made(passes):
 
 def test_passes_are_on_from_their_level():
     assert passes_of(level=0) == ()
-    assert names(passes_of(level=1)) == ["no_op", "functionalization"]
+    assert names(passes_of(level=1)) == ["no_op", "functionalization", "unfused_add"]
     assert names(passes_of({"no_op": True}, level=0)) == ["no_op"]
 
 
@@ -262,7 +291,8 @@ def test_inductor_runs_the_passes_that_are_on(compiled, engine_pass):
     ran = [
         (event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")
     ]
-    assert [name for name, _ in ran] == ["traced", "no_op", "functionalization", "count_adds"]
+    shipped = ["no_op", "functionalization", "unfused_add"]
+    assert [name for name, _ in ran] == ["traced", *shipped, "count_adds"]
     assert (dict(ran)["traced"], dict(ran)["count_adds"]) == (1, 1)
     for size in (1, 7, 64):
         x, r = torch.randn(size, 8), torch.randn(size, 8)

@@ -1,4 +1,4 @@
-"""What steps ask the CUDA runtime for: the table in docs/gpu.md."""
+"""What steps ask the CUDA runtime for, and what graphs consist of: the tables in docs/gpu.md."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 
 
-def lines_of(table: str, of_this_version: str) -> list[list[str]]:
+def lines_of(table: str, of_this_version: str, *arguments: str) -> list[list[str]]:
     """Cells of each line that a table's command prints, without the version. They are those of
     docs/gpu.md, if it has a line that begins with `of_this_version` for this version of torch."""
     command = [sys.executable, "tests/cuda_stand_in/run.py", "-m", f"tests.cuda_stand_in.{table}"]
+    command += arguments
     environment = os.environ | {"PIECEGRAPH_OFF": "proof", "STAND_IN_VALUES": ""}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -36,3 +38,12 @@ def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch():
             writes = (0 if "buffers" in step else 1) + ("padding" in step)
             assert (int(kernels), memcpys) == (writes, "0"), step
     assert len(lines) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["Llama", "biases", "parallel", "norms after"])
+def test_a_graph_of_pieces_has_no_more_nodes_a_layer_than_torch_compile(form: str) -> None:
+    """One more in all: the angles of the positions, which each layer of the other computes."""
+    ((_, of_torch_compile, of_pieces, copies),) = lines_of("node_table", form, form)
+    assert int(of_pieces) <= int(of_torch_compile) + 1
+    assert copies == "0"

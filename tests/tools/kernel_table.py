@@ -67,8 +67,8 @@ def variants():
     for dtype, heads, kv_heads, dim in FORMS:
         group, width = heads // kv_heads, triton.next_power_of_2(dim)
         sizes = {"BLOCK_SIZE": 16, "DIM": dim, "WIDTH": width, "GROUP": group}
-        for tokens in (1, 4096):
-            rows = kernels.tile_rows(tokens, 1, group, getattr(torch, dtype))
+        kind = getattr(torch, dtype)
+        for rows in sorted({kernels.tile_rows(tokens, 1, group, kind) for tokens in (1, 4096)}):
             tiles = {"ROWS": rows, "TILE": rows // group, "PLACES": kernels.PLACES}
             yield kernels._attend, dtype, sizes | tiles
     yield kernels._join, "bfloat16", {"DIM": 128, "WIDTH": 128, "MOST": kernels.MOST_PARTS}
