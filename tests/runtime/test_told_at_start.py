@@ -123,6 +123,7 @@ def test_a_wrong_configuration_is_told_with_its_remedy(settings):
         {},
         SPECULATIVE,
         {"capture_sizes": (1, 2, 4, 8)},
+        {"graph_mode": "FULL_DECODE_ONLY", "capture_sizes": (8,), "codegen": {"sizes": (5,)}},
         {"graph_mode": "FULL_AND_PIECEWISE", "level": 2, "strategy": "eager"},
         {"strategy": "lazy", "codegen": {"sizes": (8,), "ranges": (32,)}, "level": 3},
         {"attention": {"support": "NEVER"}, "graph_mode": "PIECEWISE"},
