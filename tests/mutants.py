@@ -74,7 +74,7 @@ MUTANTS = [
      "if not name else", "tests/compile/test_hf_released.py -k values_of_their_own"),
     ("tools/integrations/transformers/routing.py", "except Exception as error:",
      "except ArithmeticError as error:", "tests/compile/test_hf_released.py -k one_of_ours"),
-    ("runtime/torch_compile.py", "or dim == NUMBER", "or False",
+    ("compile/plan/codegen.py", "if s.dim == NUMBER else", "if False else",
      "tests/compile/test_torch_compile.py -k numbers"),
     (
         "tools/serve/hugging_face.py",
