@@ -306,7 +306,8 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         if name not in (current_platform.pass_key, "enable_auto_functionalized_v2")
     }
     kinds = (bool, int, float, str, list, tuple, dict, type(None))
-    if left_out := [name for name, value in options.items() if not isinstance(value, kinds)]:
+    left_out = [name for name, value in options.items() if not isinstance(value, kinds)]
+    if left_out and inputs:  # once: without inputs it is only tried whether the settings are valid
         log.warning("options of Inductor that are left out: %s", ", ".join(left_out))
     config = Config(
         inputs=inputs,
