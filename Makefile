@@ -126,6 +126,8 @@ $(VENV_GPU)/.made: pyproject.toml
 # The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download. Its
 # versions are those of the GPU machine where that Python is there; CUDA_TORCH=torch==2.15.0 tests another.
 CUDA_TORCH ?= torch==$(call stated,torch)
+# the interpreter of Triton 3.6 makes numbers of arrays of one element, which later versions refuse
+INTERPRETS := "numpy<2.4"
 DEVICE_PYTHON := python$(call stated,python)
 CUDA_PYTHON ?= $(lastword $(PYTHON) $(wildcard /usr/bin/$(DEVICE_PYTHON) /usr/local/bin/$(DEVICE_PYTHON) \
 	$(HOME)/.pyenv/versions/$(call stated,python).*/bin/$(DEVICE_PYTHON)))
@@ -168,7 +170,7 @@ cuda-mutants: cuda-env
 
 $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/src/*)
 	test -x $(VENV_CUDA)/bin/python || $(CUDA_PYTHON) -m venv $(VENV_CUDA)
-	$(VENV_CUDA)/bin/python -m pip install --quiet --editable '.[cli]' "$(CUDA_TORCH)" nvidia-cuda-cccl pytest pytest-timeout hypothesis
+	$(VENV_CUDA)/bin/python -m pip install --quiet --editable '.[cli]' "$(CUDA_TORCH)" nvidia-cuda-cccl $(INTERPRETS) pytest pytest-timeout hypothesis
 	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
 	touch $@
 

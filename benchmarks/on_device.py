@@ -346,8 +346,9 @@ def step_cost(scale: Scale) -> dict[str, Any]:
     """
     rows, failed = [], []
     for hidden in (64,) if scale.small else (512, 4096):
-        for num_tokens in (1, 8) if scale.small else (1, 8, 256):
-            sized = Scale(scale.layers, hidden, 512, 4, scale.rounds, scale.small)
+        for num_tokens in (8,) if scale.small else (1, 8, 256):
+            layers = 2 if scale.small else scale.layers
+            sized = Scale(layers, hidden, 512, 4, scale.rounds, scale.small)
             row = _step_row(sized, num_tokens)
             rows.append({"hidden": hidden, "num_tokens": num_tokens, **row})
             failed += judged(row, scale)
@@ -392,7 +393,7 @@ def _step_row(scale: Scale, num_tokens: int) -> dict[str, float]:
             "unsplit": lambda: unsplit(x, batch=batch),
         }
         row = in_turn(ways, scale.rounds, planted=("by_hand", "replay"))
-        for num_splits in {min(32, scale.layers), min(64, 2 * scale.layers)}:
+        for num_splits in (2,) if scale.small else (32, 64):
             pieces = Scale(num_splits, scale.hidden, 512, 4, scale.rounds, scale.small)
             model = Layers(pieces, **half)
             step = capture(prepared(pieces, model=model, graph_mode="PIECEWISE", **settings))
