@@ -260,7 +260,7 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
     if variable.can_constant_fold_through():
-        _note_called(inlined, [*args, *kwargs.values()])
+        _note_called(inlined, args, kwargs)
     if function in (isinstance, issubclass) and len(args) == 2:
         _note_class_check(inlined, function.__name__, *args)
     if function is set and args:
@@ -269,14 +269,14 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
             inlined.ordered.append(tuple(item.realize() for item in items))
 
 
-def _note_called(inlined: Inlined, args: Sequence[Any]) -> None:
-    """Functions that a builtin is given, such as the key of `max`: it calls them, not Dynamo, where
-    all that it is given is constant, and Dynamo takes the result as constant."""
+def _note_called(inlined: Inlined, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Functions that a builtin is given by name, as the key of `max`: it calls them, not Dynamo,
+    where all that it is given is constant, and Dynamo takes the result as constant."""
     from torch._dynamo.variables import UserFunctionVariable
 
-    given = [each.realize() for each in args]
-    functions = [each for each in given if isinstance(each, UserFunctionVariable)]
-    if functions and _constants(given) is not None:
+    named = [each.realize() for each in kwargs.values()]
+    functions = [each for each in named if isinstance(each, UserFunctionVariable)]
+    if functions and _constants([*args, *named]) is not None:
         for each in functions:
             if each.source is None:
                 inlined.refuse("a function that a builtin calls")
