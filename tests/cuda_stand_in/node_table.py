@@ -121,7 +121,7 @@ def of_pieces(model: Model) -> tuple[int, int]:
         config = pg.Config(
             splitting_ops=("standin::empty_attention",), inputs=inputs,
             max_num_tokens=64, max_num_reqs=8, capture_sizes=(8,), graph_mode="FULL",
-            attention={"support": "ALWAYS"}, cache_dir=cache,
+            attention={"support": "ALWAYS"}, cache_dir=cache, tracing={"min_num_tokens": 2},
         )  # fmt: skip
         layers = {layer.name: None for layer in model.layers}
         prepared = pg.prepare(model, config, layers=layers)
