@@ -114,6 +114,7 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(package_sour
     }
     readers_of_torch = (
         "basics/patch",
+        "compiling/aoti",
         "compiling/inductor",
         "tracing/inlined",
     )

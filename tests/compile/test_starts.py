@@ -98,7 +98,7 @@ def test_sixteen_different_models_at_once(tmp_path):
 def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path):
     start(Tiny(), tmp_path)
     assert start(Tiny(), tmp_path, bundle="force").hit
-    with pytest.raises(BundleMissing, match="config.max_num_tokens: 64 -> 65"):
+    with pytest.raises(BundleMissing, match=r"differs in max_num_tokens: 64 -> 65"):
         start(Tiny(), tmp_path, bundle="force", max_num_tokens=65)
     with pytest.raises(BundleMissing, match="absent"):
         start(Tiny(), tmp_path / "empty", bundle="force")

@@ -17,6 +17,7 @@ from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import SigningKey, trust_all, write_keys
+from piecegraph.compile.bundle.key_factors import documented
 from piecegraph.errors import BundleMissing, KeysMissing, UntrustedDirectory
 from piecegraph.runtime.setup.open_cache import open_cache
 from piecegraph.tools.cache_image import export_image
@@ -176,7 +177,7 @@ class Fleet:
         assert answer.reason in str(caught.value)
         assert answer.remedy in str(caught.value)
         for near in answer.nearest[:1]:
-            assert str(near.differences[0]) in str(caught.value)
+            assert documented(near.differences[0]) in str(caught.value)
         return str(caught.value)
 
 
@@ -232,7 +233,7 @@ def test_why_and_shipping_of_one_bundle(tmp_path):
     other = explain_miss(Doubling(), config.changed(max_num_tokens=33))
     names = [difference.name for difference in other.nearest[0].differences]
     assert names == ["config.max_num_tokens"]
-    assert "config.max_num_tokens: 32 -> 33" in str(other)
+    assert "  max_num_tokens: 32 -> 33" in str(other)
 
     entry = Cache(tmp_path / "built", Events()).lookup(
         "bundle", explain_miss(Doubling(), config).key
