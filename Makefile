@@ -206,7 +206,7 @@ engine-test: engine-env
 # Pieces are compiled by Dask and by Ray, each with workers of its own on this machine: docs/starts.md.
 VENV_FARM := .venv-farm
 farm-test: $(VENV_FARM)/.made
-	OMP_NUM_THREADS=1 $(VENV_FARM)/bin/python -m pytest --timeout 900 tests/farm
+	FARM_TESTS=1 OMP_NUM_THREADS=1 $(VENV_FARM)/bin/python -m pytest --timeout 900 tests/farm
 
 $(VENV_FARM)/.made: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV_FARM)

@@ -128,6 +128,8 @@ def test_each_program_is_run_here():
         "one_page_runner.py",
         "plain_runner.py",  # by tests/cuda_stand_in: it needs a device
         "hugging_face.py",
+        "load_and_compile.py",
+        "demo.py",  # by `make demo`: it needs a package with weights
         "continuous_batching.py",  # these by tests/engines, in environments of their own
         "vllm_offline.py",
         "container/serve.py",

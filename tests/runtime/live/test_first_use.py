@@ -127,7 +127,8 @@ def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(model, mode, sp
     assert model.scale.item() == pytest.approx(model.linear(x).abs().max().item() + 2)
     prepared.capture()
     assert len(prepared.recordings()) == 2
-    assert torch.equal(prepared(x, batch=Batch(3, 1)), model.linear(x) * model.scale)
+    # its graph has four rows, which some CPUs multiply in another order
+    torch.testing.assert_close(prepared(x, batch=Batch(3, 1)), model.linear(x) * model.scale)
     assert not prepared.events.named("first_use")
 
 
