@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import re
 import uuid
@@ -95,6 +96,17 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     s3fs.S3FileSystem().mkdir(name)
     yield f"s3://{name}"
     server.stop()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_model_of_another_file_is_sealed() -> Iterator[None]:
+    """An error that went through an operator is held by torch, and its frames hold their model: if
+    that is sealed and not closed, it would watch the thread of all later tests."""
+    yield
+    gc.collect()
+    for handler in tuple(logging.getLogger("torch.__trace").handlers):
+        if (monitor := getattr(getattr(handler, "_hear", None), "__self__", None)) is not None:
+            monitor.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")
