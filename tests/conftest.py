@@ -98,12 +98,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_model_of_another_file_is_sealed() -> Iterator[None]:
+def _stop_monitors() -> None:
     """An error that went through an operator is held by torch, and its frames hold their model: if
     that is sealed and not closed, it would watch the thread of all later tests."""
-    yield
-    gc.collect()
     for handler in tuple(logging.getLogger("torch.__trace").handlers):
         if (monitor := getattr(getattr(handler, "_hear", None), "__self__", None)) is not None:
             monitor.stop()
@@ -116,10 +113,11 @@ def frozen_heap() -> Iterator[None]:
     A capture session collects garbage; with all of torch's compilers loaded that takes a second.
     Each start of a model asks whether anything is frozen, and counting it takes 40 ms.
     """
+    gc.collect()
+    _stop_monitors()
     if AS_SHIPPED:
         yield
         return
-    gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gc, "get_freeze_count", lambda: 1)

@@ -119,7 +119,7 @@ class SharedJobs:
         """
         try:
             done = compile_here(self._trace, self._untouched())
-            while self._submitted:
+            while self._submitted or self._here:
                 self._trace.request.checkpoint()
                 self._receive(POLL_SECONDS)
                 if self._not_ours and self._submitted.silent_for() > PATIENCE_SECONDS:
@@ -127,7 +127,6 @@ class SharedJobs:
                     if number is not None:
                         self._refused(number, "the executor does not answer")
                 done |= compile_here(self._trace, self._take_here())
-            done |= compile_here(self._trace, self._take_here())
         except Exception:
             with suppress(PiecegraphError):  # the first error is raised
                 self._receive()

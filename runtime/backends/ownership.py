@@ -317,8 +317,11 @@ class MadeInBreak(LightDispatchMode):
 
 def has_own_generator(arguments: Iterable[Any]) -> bool:
     """Whether one of `arguments` is a generator that graphs do not know: not torch's own."""
-    known = (torch.default_generator, *torch.cuda.default_generators)
-    return any(isinstance(each, torch.Generator) and each not in known for each in arguments)
+    return any(
+        isinstance(each, torch.Generator)
+        and each not in (torch.default_generator, *torch.cuda.default_generators)
+        for each in arguments
+    )
 
 
 def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -63,9 +63,7 @@ def _copier(positions: list[int], targets: list[Tensor], constants: list[Tensor]
 
     def copy_inputs(tensors: tuple[Tensor, ...]) -> None:
         inputs = [tensors[position] for position in positions]
-        if integer is None:
-            copy_all(targets, inputs + constants)
-        elif all(map(Tensor.is_contiguous, inputs)):
+        if integer is not None and all(map(Tensor.is_contiguous, inputs)):
             copy_all(as_integers, [each.view(integer) for each in inputs] + as_constants)
         else:
             copy_all(targets, inputs + constants)

@@ -149,13 +149,15 @@ def without_effect(config: Config) -> Iterator[tuple[str, str | None]]:
     """Stated settings of which no other value would change the start, and another stated one
     without which it would."""
     stated = _stated(config)
+    start = _start(config, {})
     for name, default in stated.items():
-        if not name.startswith(CHOICES) or _matters(config, {}, name, default):
+        if not name.startswith(CHOICES) or _matters(config, {}, start, name, default):
             continue
         causes = (
             other
             for other, usual in stated.items()
-            if other != name and _matters(config, {other: usual}, name, default)
+            if other != name
+            and _matters(config, changes := {other: usual}, _start(config, changes), name, default)
         )
         yield name, next(causes, None)
 
@@ -173,8 +175,10 @@ def _stated(settings: Settings, path: str = "") -> dict[str, Any]:
     return stated
 
 
-def _matters(config: Config, changes: Mapping[str, Any], name: str, default: Any) -> bool:
-    """Whether another value of a setting changes the start, beside other changes."""
+def _matters(
+    config: Config, changes: Mapping[str, Any], start: Any, name: str, default: Any
+) -> bool:
+    """Whether another value of a setting changes the `start` that there is after `changes`."""
     value = attrgetter(name)(config)
     others: list[Any] = [default]
     if isinstance(value, Enum):
@@ -183,13 +187,11 @@ def _matters(config: Config, changes: Mapping[str, Any], name: str, default: Any
         others += [1]
     elif isinstance(value, tuple):
         others += [value[:1]]
-    start = _start(config, changes)
     return any(_start(config, {**changes, name: other}) != start for other in others)
 
 
 def _start(config: Config, changes: Mapping[str, Any]) -> Any:
-    """What a start makes of the settings in `CHOICES` after `changes`, or why there is none; not
-    the plan, which takes longer."""
+    """What a start makes of the settings in `CHOICES` after `changes`, or why there is none."""
     try:
         return _choices(config.changed(**changes))
     except PiecegraphError as error:

@@ -171,14 +171,11 @@ def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:
     owned = {storage_id(tensor) for tensor in fresh}
     places = [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
     copied = [place for place in places if place is not None]
-    is_expanded = any(0 in place.stride() for place in copied)
-    if isinstance(result, Tensor) and not is_expanded:
+    if any(0 in place.stride() for place in copied):
+        return partial(_copy_tree, call, places)
+    if isinstance(result, Tensor):
         return partial(_copy_one, call, copied[0])
-    if (
-        len(copied) == len(result)
-        and not is_expanded
-        and all(isinstance(item, Tensor) for item in result)
-    ):
+    if len(copied) == len(result) and all(isinstance(item, Tensor) for item in result):
         return partial(_copy_flat, call, copied)
     return partial(_copy_tree, call, places)
 
