@@ -20,12 +20,11 @@ from ..torch_compat.tracing.sources import drop_sources, next_source
 from .backends.aoti import build_library
 from .backends.in_workers import POLL_SECONDS, Submitted, as_task, machine_of
 from .backends.inductor import compiling
-from .backends.jobs import Compiled, compile_pieces
+from .backends.jobs import CompiledPieces, compile_pieces
 from .backends.registry import compiler_named
 from .backends.schedule import Job
 from .backends.trace_jobs import compiler_options, store_artifact
-from .backends.worker import Compiled as CompiledElsewhere
-from .backends.worker import Failed, Reply
+from .backends.worker import CompiledPiece, Failed, Reply
 from .backends.workers import workers_for
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import machine_key, trace_key
@@ -70,7 +69,7 @@ def compile_ahead(request: CompileRequest) -> bool:
 
 
 def _with_libraries(
-    request: CompileRequest, compiled: Compiled, executor: Executor | None
+    request: CompileRequest, compiled: CompiledPieces, executor: Executor | None
 ) -> list[Blobs] | None:
     """The artifacts with a library each, all stored; None if one of them cannot have one.
 
@@ -86,7 +85,7 @@ def _with_libraries(
                 match reply:
                     case Failed():
                         raise LibraryUnusable(reason=reply.reason)
-                    case CompiledElsewhere():
+                    case CompiledPiece():
                         library = reply.blobs[LIBRARY]
                     case _:  # only this process can build it
                         library = _library(request, split, job)
@@ -113,7 +112,9 @@ def _replies(
         yield from submitted.replies(POLL_SECONDS)
 
 
-def _tasks(request: CompileRequest, compiled: Compiled, numbers: list[int]) -> dict[int, bytes]:
+def _tasks(
+    request: CompileRequest, compiled: CompiledPieces, numbers: list[int]
+) -> dict[int, bytes]:
     """Jobs whose libraries another process can build, by number."""
     tasks, device = dict[int, bytes](), request.device
     for number in numbers:

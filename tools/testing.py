@@ -34,7 +34,7 @@ from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import storage_id, tree_leaves, tree_map_only
 from .bisect.case import BisectCase
 from .bisect.observe import copies, run_model
-from .bisect.state import State, addresses
+from .bisect.state import ModelState, addresses
 from .steps import Rebuild, StepRecorder, with_metadata
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
@@ -158,7 +158,7 @@ class _Reference:
         prepared, self._live_state = engine.prepared, engine.live_state
         model, layers = prepared.compiled.model, prepared._core.steps.context.layers
         self._case = BisectCase(model, prepared.config, (), layers)
-        self._state = State(model, layers)
+        self._state = ModelState(model, layers)
         self._synchronize = prepared.backend.synchronize
         self._recorder = StepRecorder(prepared, None, limit=num_steps, metadata=keep)
         self._rebuild = rebuild

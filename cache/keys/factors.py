@@ -26,7 +26,7 @@ class Stable(str):
     """Text that is stable by construction, such as the description of a value: never refused."""
 
 
-class Parts(dict[str, str]):
+class StableTexts(dict[str, str]):
     """Stable texts by name; the names are stable as well and are not checked."""
 
 
@@ -65,7 +65,7 @@ def plain(name: str, value: Any, depth: int = 0) -> Json:
     Raises InvalidFactor, naming the factor by its dotted `name`, for anything that is not plain
     data or that differs between two runs or two machines that would compile the same code.
     """
-    if isinstance(value, Parts):
+    if isinstance(value, StableTexts):
         return {str(part): str(text) for part, text in value.items()}
     if isinstance(value, Stable):
         return str(value)

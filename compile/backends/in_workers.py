@@ -29,7 +29,7 @@ from ..plan.split_model import SplitModel
 from .in_process import compile_here
 from .schedule import Job
 from .trace_jobs import CompiledJob, TraceJobs, plain_options
-from .worker import Compiled, Failed, Machine, Refused, Reply, Task, compile_task
+from .worker import CompiledPiece, Failed, Machine, Refused, Reply, Task, compile_task
 
 POLL_SECONDS = 0.1
 """How often a wait for replies looks whether the compilation was ended."""
@@ -102,7 +102,7 @@ class SharedJobs:
         self._not_ours = executor is trace.request.executor
         self._here: dict[int, Job] = {}
         """Those that the executor cannot do."""
-        self._replies: dict[int, tuple[Compiled, bool]] = {}
+        self._replies: dict[int, tuple[CompiledPiece, bool]] = {}
         """Artifacts, and whether their guards are proved."""
         tasks = {}
         asks = machine_of(trace.split, trace.compiler.name, trace.request.device, machine)
@@ -158,10 +158,10 @@ class SharedJobs:
                 case Failed():
                     error = self._trace.failure(self._jobs[number], reply.reason)
                     raise error from RuntimeError(reply.details)
-                case Compiled():
+                case CompiledPiece():
                     self._keep(number, reply)
 
-    def _keep(self, number: int, reply: Compiled) -> None:
+    def _keep(self, number: int, reply: CompiledPiece) -> None:
         job, events = self._jobs[number], self._trace.request.events
 
         @cache
@@ -184,7 +184,7 @@ class SharedJobs:
             for fn, (number, (reply, proved)) in zip(functions, self._replies.items(), strict=True)
         }
 
-    def _load(self, replies: list[Compiled]) -> list[PieceFn]:
+    def _load(self, replies: list[CompiledPiece]) -> list[PieceFn]:
         assert self._trace.compiler.load is not None
         return self._trace.compiler.load([reply.blobs for reply in replies])
 

@@ -21,7 +21,7 @@ from .trace_jobs import CompiledJob, TraceJobs
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledPieces:
     """The results of all jobs of a model, the trace and the job that each was compiled from first,
     and for each trace which results serve its ranges."""
 
@@ -35,12 +35,12 @@ def compile_pieces(
     splits: Sequence[SplitModel],
     compiler: Compiler,
     executor: Executor | None = None,
-) -> Compiled:
+) -> CompiledPieces:
     """Load or compile the pieces of each trace of a model; equal pieces of several traces once.
 
     Raises PieceFailed and the errors of guards.
     """
-    compiled = Compiled([], [], [])
+    compiled = CompiledPieces([], [], [])
     numbers: dict[str, int] = {}
     # the largest sizes first: code for equal pieces may depend on the size that was traced
     for split in reversed(splits):

@@ -80,7 +80,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledPiece:
     """The artifact of a piece, the guards that the compiler added, what its passes reported."""
 
     blobs: Blobs
@@ -106,7 +106,7 @@ class Failed:
     details: str
 
 
-Reply = Compiled | Refused | Failed
+Reply = CompiledPiece | Refused | Failed
 
 
 def compile_task(data: bytes) -> Reply:
@@ -197,7 +197,7 @@ class _Values(Interpreter):
 
 def _compile(
     compiler: Compiler, task: Task, graph: GraphModule, options: dict[str, Any]
-) -> Compiled | Refused:
+) -> CompiledPiece | Refused:
     machine, ran = task.machine, list[dict[str, Any]]()
     passes = [each for each in SHIPPED if each.name in task.passes]
     options |= inductor_passes(passes, lambda **facts: ran.append(facts), task.piece)
@@ -205,7 +205,7 @@ def _compile(
         began = time.perf_counter()
         with reasoning_about_sizes(machine.code.dynamic_shapes.value):
             library = build_library(graph, task.limits, machine.device, options)
-        return Compiled({LIBRARY: library}, [], began, time.perf_counter() - began, [])
+        return CompiledPiece({LIBRARY: library}, [], began, time.perf_counter() - began, [])
     inputs = example_values(graph.graph)
     env = inputs_mode(graph.graph).shape_env
     symbols, known = symbols_of(inputs), number_of_guards(env)
@@ -224,4 +224,4 @@ def _compile(
         guards += chain.from_iterable(narrowed_range(env, symbol) for symbol in symbols)
         deferred = ((expression, None) for expression in deferred_asserts(env))
         guards += (each for each in deferred if each[0].free_symbols <= set(symbols))
-    return Compiled(blobs, guards, began, seconds, ran)
+    return CompiledPiece(blobs, guards, began, seconds, ran)

@@ -23,7 +23,7 @@ import torch
 
 from ...cache import Key
 from ...cache.keys.environment import environment_factors
-from ...cache.keys.factors import Parts, Stable
+from ...cache.keys.factors import Stable, StableTexts
 from ...cache.keys.key import Difference
 from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
@@ -119,9 +119,9 @@ def facts(config: CompileConfig | CodeConfig) -> dict[str, Any]:
     return {setting.name: getattr(config, setting.name) for setting in fields(config)}
 
 
-def splitting_factors(config: CompileConfig) -> list[Parts]:
+def splitting_factors(config: CompileConfig) -> list[StableTexts]:
     """The code of a user's functions that say where to split, by part."""
-    return [Parts(code_parts(function, "code")) for function in config.splitting_functions]
+    return [StableTexts(code_parts(function, "code")) for function in config.splitting_functions]
 
 
 def versions(compiler: str) -> dict[str, str]:
@@ -141,12 +141,15 @@ def versions(compiler: str) -> dict[str, str]:
 def torch_state() -> dict[str, Any]:
     """Process-wide switches of torch, settings of its compilers that were changed, modes that see
     each call, and what the program registered to run or compile torch's own ops."""
-    changed = Parts({name: stable_text(value) for name, value in changed_settings().items()})
-    modes = {str(n): Parts(code_parts(mode, "code")) for n, mode in enumerate(active_modes())}
+    changed = StableTexts({name: stable_text(value) for name, value in changed_settings().items()})
+    modes = {str(n): StableTexts(code_parts(mode, "code")) for n, mode in enumerate(active_modes())}
     kernels = {
-        f"{overload_name(op)}[{key}]": Parts(kernel_parts(op, key)) for op, key in overridden_ops()
+        f"{overload_name(op)}[{key}]": StableTexts(kernel_parts(op, key))
+        for op, key in overridden_ops()
     }
-    rules = {name: Parts(code_parts(rule, "code")) for name, rule in registered_rules().items()}
+    rules = {
+        name: StableTexts(code_parts(rule, "code")) for name, rule in registered_rules().items()
+    }
     compiled_by = {**kernels, **rules}
     return {**global_state(), "settings": changed, "modes": modes, "kernels": compiled_by}
 
@@ -207,7 +210,7 @@ def example_signature(
     examples = example_inputs(model, config, device, given)
     containers = {f"{dotted(each.path)}: {each.kind}": each.form for each in examples.containers()}
     values = {leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()}
-    return Parts(values | containers)
+    return StableTexts(values | containers)
 
 
 def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
@@ -220,7 +223,7 @@ def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
 def weight_forms(model: torch.nn.Module) -> dict[str, str]:
     """Form, device and class of every weight and buffer, and which of them are the same."""
     first: dict[int, str] = {}
-    forms = Parts()
+    forms = StableTexts()
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             same = first.setdefault(id(tensor), name)

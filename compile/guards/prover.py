@@ -55,7 +55,7 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Proof:
+class GuardProof:
     """`holds` is None if intervals and trial do not decide.
 
     `failures` is how many sizes fail; None if not all were tried.
@@ -67,20 +67,20 @@ class Proof:
     failures: int | None = 0
 
 
-def prove(expression: sympy.Basic, ranges: Ranges) -> Proof:
+def prove(expression: sympy.Basic, ranges: Ranges) -> GuardProof:
     """Decide whether `expression` holds for all sizes in `ranges` (inclusive)."""
     if expression in (sympy.true, sympy.false):
-        return Proof(expression is sympy.true, "constant")
+        return GuardProof(expression is sympy.true, "constant")
     if holds_by_intervals(expression, ranges):
-        return Proof(True, "intervals")
+        return GuardProof(True, "intervals")
     return _tried(expression, ranges)
 
 
-def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
+def _tried(expression: sympy.Basic, ranges: Ranges) -> GuardProof:
     symbols = sorted(expression.free_symbols, key=str)
     unknown = [symbol for symbol in symbols if symbol not in ranges]
     if unknown:
-        return Proof(None, f"unbounded {unknown[0]}")
+        return GuardProof(None, f"unbounded {unknown[0]}")
     holds = _predicate(expression, symbols)
     spans = [range(ranges[s][0], ranges[s][1] + 1) for s in symbols]
     exhaustive = math.prod(span[-1] - span[0] + 1 for span in spans) <= EXHAUSTIVE
@@ -94,8 +94,8 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
                 failing.append(point)
     if failures:
         named = tuple({str(s): n for s, n in zip(symbols, p, strict=True)} for p in failing)
-        return Proof(False, "trial", named, failures if exhaustive else None)
-    return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
+        return GuardProof(False, "trial", named, failures if exhaustive else None)
+    return GuardProof(True, "trial") if exhaustive else GuardProof(None, "too many sizes to try")
 
 
 def first_from_which_it_holds(expression: sympy.Basic, ranges: Ranges) -> int | None:
@@ -267,7 +267,7 @@ class GuardProver:
         guard = Guard(expression.xreplace(self._labels), where)
         proof = prove(guard.expression, self._ranges(guard.expression))
         if run is not None and self._runs_right_where_it_fails(proof, run):
-            proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
+            proof = GuardProof(True, "run at the sizes it fails for", proof.failing, proof.failures)
         record = GuardRecord(
             expression=str(guard.expression),
             where=short_location(guard.where),
@@ -291,7 +291,7 @@ class GuardProver:
             case GuardPolicy.DROP:
                 self._events.emit("guard.dropped", level=logging.WARNING, expression=text)
 
-    def _runs_right_where_it_fails(self, proof: Proof, run: Run) -> bool:
+    def _runs_right_where_it_fails(self, proof: GuardProof, run: Run) -> bool:
         if proof.holds is not False or proof.failures != len(proof.failing):
             return False
         least = {symbol: low for symbol, (low, _) in self.limits().items()}
@@ -299,7 +299,7 @@ class GuardProver:
         points = [{symbols[name]: size for name, size in f.items()} for f in proof.failing]
         return all(run({**least, **point}) is None for point in points)
 
-    def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
+    def _error(self, guard: Guard, proof: GuardProof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))
         holds_from = first_from_which_it_holds(guard.expression, self._ranges(guard.expression))
         sizes = ", ".join(
@@ -314,7 +314,7 @@ class GuardProver:
             remedy=self._remedy(symbols, proof, holds_from),
         )
 
-    def _remedy(self, symbols: list[str], proof: Proof, holds_from: int | None) -> str:
+    def _remedy(self, symbols: list[str], proof: GuardProof, holds_from: int | None) -> str:
         """The settings that serve a range in which the guard holds, as the middle of a sentence."""
         if len(symbols) != 1 or not proof.failing:
             return ""

@@ -193,7 +193,7 @@ class CompiledRange(Frozen):
     artifacts: tuple[int, ...]
 
 
-class Check(Frozen):
+class GuardCheck(Frozen):
     """A guard that is checked at every step, because it was not proved."""
 
     expression: str
@@ -258,7 +258,7 @@ class Plan(Frozen):
     structure: Any
     """The returned object, encoded by `serialization.encode`: `o<n>` is the n-th result,
     `L.<label>` an argument that is returned unchanged."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[GuardCheck, ...] = ()
     parameters: tuple[str, ...]
     """Parameter names of the model's forward, in order."""
     shapes: dict[str, str] = {}
@@ -280,7 +280,7 @@ class Plan(Frozen):
         plans = self.intervals()
         return next((p for p in plans if num_tokens <= p.ranges[-1].high), plans[-1])
 
-    def broken(self, sizes: Mapping[str, int]) -> Check | None:
+    def broken(self, sizes: Mapping[str, int]) -> GuardCheck | None:
         """The first check that fails or has no value at `sizes`, given by label."""
         for check in self.checks:
             try:

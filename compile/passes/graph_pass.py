@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.factors import Parts
+from ...cache.keys.factors import StableTexts
 from ...errors import InvalidSetting
 from ...events import trace_artifact
 from ...torch_compat.compiling.inductor import graph_pass
@@ -78,7 +78,9 @@ def thresholds(passes: Sequence[GraphPass]) -> tuple[int, ...]:
 
 def pass_factors(passes: Sequence[GraphPass]) -> list[Any]:
     """Names and code by part, in order, for a key; raises Undescribable."""
-    return [[each.name, each.uuid or Parts(code_parts(each.apply, "code"))] for each in passes]
+    return [
+        [each.name, each.uuid or StableTexts(code_parts(each.apply, "code"))] for each in passes
+    ]
 
 
 def inductor_passes(

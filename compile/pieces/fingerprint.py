@@ -66,7 +66,7 @@ def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] 
 
 
 @dataclass(frozen=True)
-class Memory:
+class Extent:
     """Memory that counts as one: a storage, or the part of one that a weight begins at."""
 
     number: int
@@ -79,11 +79,11 @@ class _Writer:
         self._numbers: dict[Node, int] = {}
         self._symbols: dict[Any, Any] = {}
         self._sizes: dict[Any, str] = {}
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[int, Extent] = {}
         """By storage."""
-        self._of_node: dict[Node, dict[int, Memory]] = {}
+        self._of_node: dict[Node, dict[int, Extent]] = {}
         """The same for each value: weights that share a storage have memory of their own here."""
-        self._inputs: dict[int, Memory] = {}
+        self._inputs: dict[int, Extent] = {}
         """That of the inputs of the node that is written."""
         self._node: Node
         """The one that is written."""
@@ -199,7 +199,7 @@ class _Writer:
         memory = None if weight else self._inputs.get(storage) or self._memory.get(storage)
         if memory is None:
             elements = max(1, ALIGNMENT // tensor.element_size())
-            memory = Memory(self._count, offset - offset % elements if weight else 0)
+            memory = Extent(self._count, offset - offset % elements if weight else 0)
             self._count += 1
         self._memory.setdefault(storage, memory)
         self._of_node[self._node][storage] = memory

@@ -18,9 +18,9 @@ from ..ir.config import TOKENS, CompileConfig
 from ..ir.locations import graph_source, short_location
 from ..ir.plan import (
     CallStep,
-    Check,
     CompiledRange,
     Form,
+    GuardCheck,
     GuardRecord,
     PieceStep,
     Plan,
@@ -119,7 +119,9 @@ class PlanBuilder:
             results=tuple(self._result(value) for value in outputs),
             structure=encode_result(self._trace.structure),
             checks=tuple(
-                Check(expression=python_text(guard.expression), where=short_location(guard.where))
+                GuardCheck(
+                    expression=python_text(guard.expression), where=short_location(guard.where)
+                )
                 for guard in unproved
             ),
             parameters=tuple(self._trace.examples.signature.parameters),

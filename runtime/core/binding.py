@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...compile.ir.config import TOKENS
-from ...compile.ir.plan import Check, Container, Path, Plan, Symbol, UserInput, dotted
+from ...compile.ir.plan import Container, GuardCheck, Path, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 from ...torch_compat.basics.tensors import form_test, has_plain_memory
@@ -297,7 +297,7 @@ def _served_low(symbol: Symbol) -> int:
     return 1 if symbol.label == TOKENS else symbol.low
 
 
-def _broken(check: Check, sizes: tuple[int, ...]) -> None:
+def _broken(check: GuardCheck, sizes: tuple[int, ...]) -> None:
     raise GuardBroken(where=check.where, expression=check.expression, sizes=sizes)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from piecegraph.compile.ir.plan import (
     CallStep,
-    Check,
     CompiledRange,
     Constant,
+    GuardCheck,
     PieceStep,
     Plan,
     PlanPiece,
@@ -37,7 +37,7 @@ def small_plan(steps: Sequence[PieceStep | CallStep], *results: str) -> Plan:
         steps=tuple(steps),
         results=tuple(Result(name=name, dtype="float32", shape=("s0", 8)) for name in results),
         structure=encode((Ref("o0"), 3, {"a": None})),
-        checks=(Check(expression="num_tokens % 8 == 0", where="model.py:3"),),
+        checks=(GuardCheck(expression="num_tokens % 8 == 0", where="model.py:3"),),
         parameters=("x", "mode"),
     )
 

@@ -59,7 +59,7 @@ class Copy:
     config: Any
     dtype: str
     compiler: str
-    proof: proof.Proof
+    proof: proof.Requirements
     cache: Path
 
     def model(self) -> Any:

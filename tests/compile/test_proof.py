@@ -156,7 +156,7 @@ def test_proof_that_is_not_kept_is_an_event(caplog):
 def test_proof_of_another_adapter_is_not_used(tmp_path, monkeypatch):
     config = Config(cache_dir=tmp_path)
     PackedModel(roberta(), config=config)
-    other = proof.Proof(offset=2, seconds=-1.0)
+    other = proof.Requirements(offset=2, seconds=-1.0)
     monkeypatch.setattr(proof, "prove", lambda model: other)
     assert PackedModel(roberta(), config=config).proof != other
     monkeypatch.setattr(proof, "_own_code", lambda: "edited")
@@ -188,7 +188,7 @@ def test_proof_is_kept_for_a_class_and_configuration(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(proof, "prove", lambda model: pytest.fail("proved again"))
         assert PackedModel(roberta(), config=config).proof == first
-    monkeypatch.setattr(proof, "prove", lambda model: proof.Proof(offset=2, seconds=-1.0))
+    monkeypatch.setattr(proof, "prove", lambda model: proof.Requirements(offset=2, seconds=-1.0))
     other = model_of(transformers.RobertaConfig, **{**ENCODER, "num_attention_heads": 2})
     assert PackedModel(other, config=config).proof.seconds == -1.0
 
@@ -211,7 +211,7 @@ def test_scores_that_few_heads_leave_equal_are_no_reason_to_refuse(monkeypatch):
         made.append(all_heads)
         if not all_heads:
             raise routing.refusal(model, "of two heads")
-        return proof.Proof()
+        return proof.Requirements()
 
     monkeypatch.setattr(proof, "_proved", refused)
     assert proof.prove(roberta()).mixers == ()

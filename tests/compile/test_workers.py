@@ -29,7 +29,7 @@ from piecegraph.compile.backends import in_workers, inductor
 from piecegraph.compile.backends import workers as pool
 from piecegraph.compile.backends.in_workers import Submitted, machine_of
 from piecegraph.compile.backends.worker import (
-    Compiled,
+    CompiledPiece,
     Failed,
     Refused,
     Reply,
@@ -260,7 +260,7 @@ def reply_of(workers: Executor, split: SplitModel, index: int, **changes: Any) -
 def test_code_of_a_worker_equals_that_of_this_process(real):
     workers, split = real
     reply = reply_of(workers, split, 0)
-    assert isinstance(reply, Compiled)
+    assert isinstance(reply, CompiledPiece)
     piece = split.unique[0].piece
     with (
         inductor.compiling(),

@@ -17,7 +17,7 @@ from ..steps import Step
 from .case import BisectCase
 from .observe import Ran, run_model, run_step, splitting_ops
 from .stages import FULL, Stage, prepared_for
-from .state import State
+from .state import ModelState
 
 Compose = Callable[[Sequence[int]], Step]
 
@@ -59,7 +59,7 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     if requests < 2:
         reason = "one is always alone"
         raise InvalidSetting(name="requests", value=requests, reason=reason, expected="2 or more")
-    state = State(case.model, case.layers)
+    state = ModelState(case.model, case.layers)
     every = list(range(requests))
     batches = {
         "alone": [0],

@@ -20,7 +20,7 @@ from ..steps import replay_step
 from .case import BisectCase, first_wrong
 from .observe import copies
 from .stages import FULL, MetadataFor, Stage, prepared_for
-from .state import State
+from .state import ModelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def check_keys(
     """
     if case.capture_metadata is None:
         return [], []
-    state = State(case.model, case.layers)
+    state = ModelState(case.model, case.layers)
     case = dataclasses.replace(case, config=case.config.changed(cache=False))
     changes = variants if variants is not None else _variants(case, fields)
     missing: list[MissingFromKey] = []
@@ -103,7 +103,7 @@ class _Graph:
 
 
 def _captured(
-    case: BisectCase, metadata_for: MetadataFor | None, state: State
+    case: BisectCase, metadata_for: MetadataFor | None, state: ModelState
 ) -> dict[tuple[str, int], _Graph]:
     """The graphs captured with some metadata, by mode and size."""
     seen: dict[tuple[str, int], list[str]] = {}

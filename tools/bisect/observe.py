@@ -15,7 +15,7 @@ from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..steps import Step
 from .case import BisectCase
-from .state import Moment, State
+from .state import ModelState, Moment
 
 if TYPE_CHECKING:
     from ...compile.ir.plan import Plan
@@ -77,7 +77,7 @@ def splitting_ops(plan: Plan) -> set[str]:
 class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the tensors of custom ops, from any caller."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: ModelState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._state = state
         self.calls: list[Call] = []
@@ -107,7 +107,7 @@ def copies(value: Any) -> list[Tensor]:
 
 
 def run_observed(
-    state: State,
+    state: ModelState,
     decision: Decision,
     metadata_for: Callable[[Decision], Any],
     run: Callable[[Any], Any],
@@ -131,7 +131,10 @@ def run_observed(
 
 
 def run_model(
-    case: BisectCase, step: Step, state: State, trace: AbstractContextManager[Any] | None = None
+    case: BisectCase,
+    step: Step,
+    state: ModelState,
+    trace: AbstractContextManager[Any] | None = None,
 ) -> Ran:
     """The uncompiled model, in `trace`, on only the real rows of a step."""
 
@@ -142,7 +145,7 @@ def run_model(
     return run_observed(state, step.without_graph(), step.metadata_for, run)
 
 
-def run_eagerly(case: BisectCase, state: State) -> list[Ran]:
+def run_eagerly(case: BisectCase, state: ModelState) -> list[Ran]:
     """The expected results: the uncompiled model, up to the first step that raises."""
     runs: list[Ran] = []
     for step in case.steps:
@@ -155,7 +158,7 @@ def run_eagerly(case: BisectCase, state: State) -> list[Ran]:
 def run_prepared(
     case: BisectCase,
     prepared: PreparedModel,
-    state: State,
+    state: ModelState,
     right: Sequence[Ran],
     *,
     watch: bool = False,
@@ -180,7 +183,7 @@ def run_step(
     prepared: PreparedModel,
     step: Step,
     decision: Decision,
-    state: State,
+    state: ModelState,
     written: list[Tensor] | None = None,
     metadata_for: Callable[[Decision], Any] | None = None,
 ) -> Ran:

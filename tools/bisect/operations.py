@@ -32,7 +32,7 @@ from .case import BisectCase, first_wrong
 from .culprit import Cause, context_of, inputs_of
 from .observe import copies, run_eagerly, run_prepared
 from .stages import Stage, prepared_for
-from .state import State
+from .state import ModelState
 
 _COMPILED = "compiled code"
 
@@ -48,7 +48,7 @@ class _Result:
     module: str
 
 
-def find_operation(case: BisectCase, stage: Stage, index: int, state: State) -> Cause:
+def find_operation(case: BisectCase, stage: Stage, index: int, state: ModelState) -> Cause:
     """The first operation of a step that gives something else in its graph, and how it differs.
 
     None if there is none: then the padding, which the step does not have here, is the cause.

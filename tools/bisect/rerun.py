@@ -22,7 +22,7 @@ from .case import BisectCase, Wrong, first_wrong
 from .culprit import first_wrong_count
 from .observe import Ran, run_eagerly, run_model, run_observed, run_prepared, run_step
 from .operations import OpTrace
-from .state import Moment, State
+from .state import ModelState, Moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Rerun:
     """The step of a failure, which `prepared` gave wrong."""
 
     def __init__(
-        self, case: BisectCase, prepared: PreparedModel, state: State, failure: Failure
+        self, case: BisectCase, prepared: PreparedModel, state: ModelState, failure: Failure
     ) -> None:
         index, decision = failure.index, failure.ran.decision
         self._case = case

@@ -40,7 +40,7 @@ from .stages import (
     stages,
     with_own_cache,
 )
-from .state import State, row_numbers
+from .state import ModelState, row_numbers
 
 Say = Callable[[str], None]
 
@@ -93,7 +93,7 @@ class _Search:
     def __init__(self, case: BisectCase, say: Say) -> None:
         self.case = case
         self.say = say
-        self.state = State(case.model, case.layers)
+        self.state = ModelState(case.model, case.layers)
 
     def run(self) -> Finding | None:
         try:

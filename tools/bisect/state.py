@@ -61,7 +61,7 @@ class Moment:
         return [(name, row_numbers(elements)[0]) for name, elements in named if elements.any()]
 
 
-class State:
+class ModelState:
     """The tensors in `layers`, and the buffers of `model`, which pieces may write."""
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:

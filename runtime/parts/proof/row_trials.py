@@ -18,7 +18,7 @@ from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
 from ...core.preserved import SavedMemory
-from .without_breaks import MIXING, Shape, State, WithoutBreaks, box, extreme_rows
+from .without_breaks import MIXING, Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
 """By label."""
@@ -51,7 +51,7 @@ class _Outcome:
     """What a run gave, by name: tensors with rows of the batch, and memory that stays."""
 
     rows: dict[str, Tensor]
-    state: dict[str, State]
+    state: dict[str, WrittenMemory]
 
 
 @dataclass
@@ -228,12 +228,12 @@ class Trials:
             if any(isinstance(size, str) for size in item.shape):
                 tensor_results[item.label] = tensors[name]
             else:
-                state[item.label] = State(before[name], tensors[name])
+                state[item.label] = WrittenMemory(before[name], tensors[name])
         return _Outcome(tensor_results, state)
 
     def _of_piece(
         self, args: list[Any], pointers: list[Tensor], sizes: Sizes
-    ) -> tuple[list[str], list[Any], dict[str, State]]:
+    ) -> tuple[list[str], list[Any], dict[str, WrittenMemory]]:
         """The results of the compiled piece by name, and the weights that it writes."""
         plan, weights = self.compiled.plan, self.compiled.weights
         kept = [w.target for w in plan.weights if w.written and w.name in self.step.args]
@@ -248,7 +248,7 @@ class Trials:
         memory.check()
         buffers = {id(tensor): name for name, tensor in self.compiled.model.named_buffers()}
         names = [buffers.get(id(weights[target]), target) for target in kept]
-        state = map(State, memory.values(), after)
+        state = map(WrittenMemory, memory.values(), after)
         return list(self.step.outs), results, dict(zip(names, state, strict=True))
 
 
@@ -278,7 +278,7 @@ def _differing(
     return {name: rows for name, rows in found.items() if rows.any()}
 
 
-def _after(state: Mapping[str, State], name: str, before: Tensor) -> Tensor:
+def _after(state: Mapping[str, WrittenMemory], name: str, before: Tensor) -> Tensor:
     """What memory holds after a run, which may not have written it."""
     return state[name].after if name in state else before
 

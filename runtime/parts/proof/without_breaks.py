@@ -35,7 +35,7 @@ MIXING = re.compile(
 
 
 @dataclass
-class State:
+class WrittenMemory:
     """Memory that a run wrote: its contents before and after."""
 
     before: Tensor
@@ -69,7 +69,7 @@ class WithoutBreaks:
 
     def run(
         self, args: list[Any], pointers: list[Tensor], real: list[Shape] | None
-    ) -> tuple[list[Any], dict[Any, State]]:
+    ) -> tuple[list[Any], dict[Any, WrittenMemory]]:
         """The results, then what breaks were given; and what was written, and is restored, of
         memory that was there before.
 
@@ -83,10 +83,10 @@ class WithoutBreaks:
             with trial_run(self._model), self._made:
                 results = [*self._forward(*args), *self._given]
             results = [one.clone() if isinstance(one, Tensor) else one for one in results]
-            state = dict[Any, State]()
+            state = dict[Any, WrittenMemory]()
             for key, (tensor, memory, line) in self._made.written.items():
                 (before,), (after,) = memory.values(), memory.now().values()
-                state[key] = State(before, after)
+                state[key] = WrittenMemory(before, after)
                 name = self._buffers.get(storage_id(tensor), f"a {dtype_name(tensor.dtype)} tensor")
                 self.named[key] = name, line
         finally:

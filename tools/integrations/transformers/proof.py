@@ -74,7 +74,7 @@ ModuleCalls = dict[tuple[str, int], tuple[dict[Any, Tensor], dict[Any, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Requirements:
     """What a model class and configuration needs to be served.
 
     `offset` is what its own forward adds to positions. `mixers` are layers that run request by
@@ -107,7 +107,7 @@ class Different:
         return self.order[self.place]
 
 
-def proven(model: PreTrainedModel, config: Config) -> Proof:
+def proven(model: PreTrainedModel, config: Config) -> Requirements:
     """The proof from the cache of `config`, or made and stored; raises ModelNotAdaptable."""
     settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     text, events = json.dumps(settings, sort_keys=True, default=str), Events()
@@ -130,7 +130,7 @@ def proven(model: PreTrainedModel, config: Config) -> Proof:
     entry = cache.lookup("proof", key, count=False)
     if isinstance(entry, Entry):
         kept: Any = dict(entry.meta)
-        return Proof(**{**kept, "mixers": tuple(kept["mixers"])})
+        return Requirements(**{**kept, "mixers": tuple(kept["mixers"])})
     proof = prove(model)
     cache.publish("proof", key, asdict(proof), {})
     return proof
@@ -142,7 +142,7 @@ def _own_code() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def prove(model: PreTrainedModel) -> Proof:
+def prove(model: PreTrainedModel) -> Requirements:
     """Prove the class and configuration of `model`, which may be on the meta device; raises
     ModelNotAdaptable."""
     began = time.perf_counter()
@@ -153,8 +153,8 @@ def prove(model: PreTrainedModel) -> Proof:
     return replace(proof, seconds=round(time.perf_counter() - began, 2))
 
 
-def _proved(model: PreTrainedModel, all_heads: bool = False) -> Proof:
-    proof = Proof()
+def _proved(model: PreTrainedModel, all_heads: bool = False) -> Requirements:
+    proof = Requirements()
     try:
         for config in small_configs(model, all_heads):
             own = build_calm(type(model), config)
@@ -184,7 +184,7 @@ class _Bench:
             raise refusal(model, reason, ONE_REQUEST)
         self.offset = self._offset()
 
-    def prove(self, proof: Proof) -> Proof:
+    def prove(self, proof: Requirements) -> Requirements:
         """`proof` and what this copy needs in addition; raises ModelNotAdaptable."""
         proof = replace(proof, offset=self.offset)
         while True:
@@ -212,7 +212,7 @@ class _Bench:
             around = layer.rpartition(".")[0] if layer in routes.mixers else layer
             proof = self._with_mixer(proof, around, self._description(different, layer))
 
-    def _with_mixer(self, proof: Proof, layer: str, reason: str) -> Proof:
+    def _with_mixer(self, proof: Requirements, layer: str, reason: str) -> Requirements:
         """Raises ModelNotAdaptable where that would be more than a layer, or is done already."""
         inner = self.own.get_submodule(layer).named_modules(prefix=layer)
         if not layer or layer in proof.mixers or any(is_stack(*named) for named in inner):
@@ -282,7 +282,7 @@ class _Bench:
                     raise refusal(self.model, reason, ONE_REQUEST) from error
             order = order[1:]
 
-    def _prove_dtype(self, proof: Proof, orders: tuple[Order, ...]) -> float:
+    def _prove_dtype(self, proof: Requirements, orders: tuple[Order, ...]) -> float:
         """In the dtype of the model, a request has at most WORST times the error of alone; returns
         the largest of a row alone, which grows with the root of the number of layers."""
         served = _like(copy.deepcopy(self.own), self.model)
