@@ -141,7 +141,8 @@ class Shadow(Settings):
     """One step in so many is proved, once each graph is."""
 
     share: float = Field(default=0.01, gt=0, le=1)
-    """The most time that proofs may take, as a share of all time. Steps beyond it are skipped."""
+    """The most time that proofs may take, as a share of all time. Steps beyond it are skipped,
+    except the tenth one of a graph without a proof."""
 
 
 def check_choice(choices: Collection[str], setting: str, name: str, reason: str) -> None:

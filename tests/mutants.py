@@ -53,6 +53,7 @@ POOL = "compile/backends/workers.py"
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
 PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
+COVERAGE, COVERED = "runtime/parts/proof/coverage.py", "tests/runtime/test_proof_coverage.py"
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
 PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_partitions.py"
@@ -382,9 +383,13 @@ MUTANTS = [
      f"{LIVE}/test_shadow.py -k sees_python"),
     (PROOF, "(is_covered and coverage.left > 0)", "coverage.left > 0",
      f"{LIVE}/test_shadow.py -k first_steps"),
-    ("runtime/parts/proof/coverage.py", "self.seconds + expected <=",
-     "self.seconds + expected > 0 *",
-     f"{LIVE}/test_shadow.py -k within_the_share"),
+    (COVERAGE, "self.seconds + expected <=", "self.seconds + expected > 0 *", COVERED),
+    (COVERAGE, "return rest == 0 and tens.bit_count() == 1", "return False", COVERED),
+    (COVERAGE, "tens.bit_count() == 1", "True", COVERED),
+    (PROOF, "if not is_overdue and (self._waiting", "if (self._waiting",
+     f"{LIVE}/test_shadow.py -k tenth"),
+    (PROOF, "self._waits and not is_overdue", "self._waits",
+     f"{LIVE}/test_shadow.py -k even_while"),
     (PROOF, "synchronize()  # a copy", "pass  # a copy",
      "tests/tools/test_overlap.py -k changes_no_token"),
     (BATCH, ", **held}", "}", f"{PADDED} -k loose"),

@@ -124,6 +124,9 @@ class _Step:
     """What Python objects held before the step."""
     before: SavedMemory
     after: SavedMemory
+    waits: bool
+    """Whether it is proved in idle time."""
+    is_overdue: bool
     results: Any = None
     num_tokens: int = 0
     written: list[Tensor] | None = None
@@ -257,6 +260,7 @@ class ProofPart(Part):
             "skipped": dict(self.skipped),
             "seconds": self.coverage.seconds,
             "share": self.coverage.share(),
+            "overdue_seconds": self.coverage.overdue_seconds,
         }
         return {"shadow": shadow}
 
@@ -278,17 +282,17 @@ class ProofPart(Part):
         if index is None or self._is_model(index) or not self.coverage.is_turn(index):
             return run(*step)
         due, skip, failure = None, "", ""
-        began = perf_counter()
-        if self._waiting is not None or not self.coverage.has_time():
+        began, is_overdue = perf_counter(), self.coverage.is_overdue(index)
+        if not is_overdue and (self._waiting is not None or not self.coverage.has_time()):
             skip = "waiting" if self._waiting else "budget"
         else:
             try:
-                due = self._kept(decision, args, kwargs, metadata)
+                due = self._kept(decision, args, kwargs, metadata, is_overdue)
             except StateTooLarge:
                 skip = TOO_LARGE
             except Exception as error:
                 failure = f"{type(error).__name__}: {first_line(error)}"
-        self.coverage.seconds += perf_counter() - began
+        self.coverage.spend(perf_counter() - began, is_overdue)
         results = run(*step)
         num_tokens = self._steps.context.num_tokens
         skip = skip or ("" if num_tokens else NO_TOKENS)
@@ -300,7 +304,7 @@ class ProofPart(Part):
         due.results, due.num_tokens = results, num_tokens
         due.decision = self._steps.context.decision
         due.after = due.before.now()
-        if self._waits:
+        if due.waits:
             due.results = _copied(due.results)
             self._waiting = due
             return due.results
@@ -331,9 +335,11 @@ class ProofPart(Part):
         self.skipped[why] += 1
         self.coverage.skip(graph_index, why)
 
-    def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
-        recorded = self._keep(metadata, decision)
-        if self._waits:
+    def _kept(
+        self, decision: Decision, args: Any, kwargs: Any, metadata: Any, is_overdue: bool
+    ) -> _Step:
+        recorded, waits = self._keep(metadata, decision), self._waits and not is_overdue
+        if waits:
             args, kwargs = _copied((args, dict(kwargs)))
             recorded = copy.deepcopy(recorded)
         pointers = tensors_in((args, kwargs))
@@ -341,7 +347,19 @@ class ProofPart(Part):
         state = self._state(args, kwargs)
         before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
         held = self._held()
-        return _Step(decision, args, kwargs, metadata, recorded, state, held, before, before)
+        return _Step(
+            decision,
+            args,
+            kwargs,
+            metadata,
+            recorded,
+            state,
+            held,
+            before,
+            before,
+            waits,
+            is_overdue,
+        )
 
     def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
         """What a step may write, by name: each memory once."""
@@ -368,7 +386,7 @@ class ProofPart(Part):
         finally:
             synchronize()
             torch.set_grad_enabled(with_grad)
-            self.coverage.seconds += perf_counter() - began
+            self.coverage.spend(perf_counter() - began, step.is_overdue)
 
     def _proved(self, step: _Step) -> Any:
         """The step's results, or those of the uncompiled model if they are others.
@@ -376,7 +394,7 @@ class ProofPart(Part):
         All ranks take out of service what the largest cause on any of them says.
         """
         results, right = _copied(step.results), step.results
-        final = now = step.after.now() if self._waits else step.after
+        final = now = step.after.now() if step.waits else step.after
         step.ranks = Lockstep(self._exchange, lambda way: self._run_alone(step, way, step.before))
         verdict: dict[str, Any] = {"stop": None, "unsteady": False, "wrong": None}
         try:
@@ -390,7 +408,7 @@ class ProofPart(Part):
                 cause, graphs = self._cause(step, expected)
                 apart = wrong.difference if isfinite(wrong.difference) else None
                 verdict["wrong"] = [list(Cause).index(cause), graphs, apart, wrong.tolerance]
-                if not self._waits:  # later steps have built on what it wrote
+                if not step.waits:  # later steps have built on what it wrote
                     now.restore()
                     right, _, final = self._run(step, MODEL, repairs=True)
         except NotRepeatable as error:
@@ -452,7 +470,7 @@ class ProofPart(Part):
         decision, run = self._way(step, way)
         start.restore()
         step.attributes.restore()
-        same = decision.descriptor == step.decision.descriptor and not self._waits
+        same = decision.descriptor == step.decision.descriptor and not step.waits
         metadata = step.metadata if same else self._rebuild(step.recorded, decision)
         before = step.before.now()  # with the metadata of this decision
         results = _copied(run(metadata))
