@@ -6,7 +6,8 @@ an empty cache, `served` too, and serves the model uncompiled while it is compil
 the artifacts of `cold` if that was measured too. `verified` is `warm_ahead` with its bundle
 verified beside it, in turn with starts without.
 They are compared with `torch.compile(fullgraph=True, dynamic=True)` of the same model, first with
-its own empty cache, then with that cache filled. `hugging_face` is `warm_ahead` of a Llama.
+its own empty cache, then with that cache filled, and with `torch.compile` of each layer alone
+(`compile_regional`, cold). `hugging_face` is `warm_ahead` of a Llama.
 Times are from a built model until it can serve; `import torch` is not in them.
 """
 
@@ -57,6 +58,7 @@ WAYS = {
     "verified": "ahead",
     "compile_cold": "",
     "compile_warm": "compile_cold",
+    "compile_regional": "",
     "hugging_face": "",
 }
 """The ways to start, in this order, and the way that fills the cache of each."""
@@ -66,6 +68,7 @@ STARTED_AS = {
     "ahead": "ahead",
     "compile_cold": "torch.compile",
     "compile_warm": "torch.compile",
+    "compile_regional": "regional",
 }
 RATIOS = {
     "served_ready_over_cold": ("served", "cold"),
@@ -148,7 +151,12 @@ def _rows(layers: int, ways: Collection[str]) -> list[dict[str, Any]]:
         ours, served = Path(folder) / "ours", Path(folder) / "served"
         return [
             {"way": way, "layers": layers}
-            | _start(way, layers, served if way == "served" else ours, Path(folder) / "inductor")
+            | _start(
+                way,
+                layers,
+                served if way == "served" else ours,
+                Path(folder) / ("regional" if way == "compile_regional" else "inductor"),
+            )
             for way in WAYS
             if way in ways and way != "hugging_face"
         ]

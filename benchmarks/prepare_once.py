@@ -29,15 +29,15 @@ MAX_NUM_TOKENS = 2048
 def main(
     way: str, layers: int, folder: Path, named: str = "reference", verify: str = "off"
 ) -> dict[str, Any]:
-    """Start once: `piecegraph`, `ahead` (build the libraries), `served`, or `torch.compile`."""
+    """Start once: `piecegraph`, `ahead` (libraries), `served`, `torch.compile` or `regional`."""
     began = time.perf_counter()
     importlib.import_module("torch")
     imported = time.perf_counter()
     model, settings = {"reference": _reference, "hugging_face": _hugging_face}[named](layers)
     built = time.perf_counter()
     measured: dict[str, Any] = {}
-    if way == "torch.compile":
-        phases = _torch_compile(model)
+    if way in ("torch.compile", "regional"):
+        phases = _torch_compile(model, by_layer=way == "regional")
     else:
         settings |= {"cache_dir": folder, "cache": {"verify_bundle": verify}}
         phases, measured = _piecegraph(way, model, settings, built)
@@ -166,13 +166,20 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _torch_compile(model: Any) -> dict[str, float]:
+def _torch_compile(model: Any, by_layer: bool) -> dict[str, float]:
     import torch
+    import torch._dynamo
 
     from piecegraph import ForwardContext, forward_context
 
     layers, metadata, tokens = _step_of(model)
-    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled: Any = model
+    if by_layer:  # the name of a layer is in its trace, so each is compiled
+        torch._dynamo.config.recompile_limit = len(model.layers)
+        for layer in model.layers:
+            layer.compile(fullgraph=True, dynamic=True)
+    else:
+        compiled = torch.compile(model, fullgraph=True, dynamic=True)
     with torch.no_grad(), forward_context(ForwardContext(layers, metadata, None, len(tokens))):
         compiled(tokens, torch.arange(len(tokens)))
     return {}
