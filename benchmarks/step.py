@@ -276,7 +276,7 @@ def served_inputs() -> dict[str, torch.Tensor]:
 
 
 def served_model(
-    mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None
+    mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None, **settings: Any
 ) -> tuple[PreparedModel, list[torch.Tensor]]:
     """`ServedModel`, captured and sealed, and its watched caches, which the caller keeps."""
     caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
@@ -287,6 +287,7 @@ def served_model(
         slot_mapping="int64[num_tokens]",
         adapter_ids="int64[num_tokens]",
     )
+    config = config.changed(**settings)
     prepared = prepare(ServedModel(), config, backend=IdleBackend(), input_buffers=buffers)
     for layer, cache in enumerate(caches):
         prepared.watch(f"layers.{layer}.cache", cache)
