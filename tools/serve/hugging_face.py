@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import InvalidSetting
 from ..engine.scheduler import Request
-from ..integrations.transformers import PackedModel, settle_rope
+from ..integrations.transformers import SPLITTING_OP, PackedModel, settle_rope
 from ..integrations.transformers.configuration import setting
 
 UNBOUNDED = 2**20
@@ -96,6 +96,8 @@ class HfDecoder(PackedModel):
     def __init__(self, model: Any) -> None:
         super().__init__(model.base_model)
         self.head = model.get_output_embeddings()
+        self.decodes_in_graphs = self.settings["splitting_ops"] == (SPLITTING_OP,)
+        """Whether decode steps can be FULL graphs: nothing but paged attention splits them."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for the given rows."""

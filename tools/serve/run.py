@@ -266,7 +266,7 @@ def require_kernels(device: torch.device) -> None:
 
 def library_config(options: RunOptions, model: Any = None) -> Config:
     """The library's configuration for the reference decoder and its attention op, or for a model of
-    transformers, which has its own settings."""
+    transformers, which has its own ops and inputs."""
     inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     variants: dict[str, Any] = {}
     chosen = options.settings
@@ -280,8 +280,12 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         variants |= {"max_loras": options.lora, "lora_graphs": "by_count"}
         chosen["tracing"] = {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
         chosen["steps"] = {"padding": {"lora_rows": -1}}
-    own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention": {"support": support}}
-    config = Config(**(own if options.hf is None else model.settings), variants=variants, **chosen)
+    own: dict[str, Any] = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs}
+    if options.hf is not None:
+        own = model.settings
+        support = support if model.decodes_in_graphs else AttentionSupport.NEVER
+    own = {**own, "attention": {"support": support}}
+    config = Config(**own, variants=variants, **chosen)
     return switched_off(config.changed(**dict(options.set)), options.off)
 
 

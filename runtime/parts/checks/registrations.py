@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod, WeakSet, finalize
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -34,6 +35,8 @@ class Registrations:
         method = WeakMethod(changed)
 
         def hook(module: nn.Module, name: str, value: object) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                return  # a trace goes through it where a forward makes a list of modules
             if module in modules and (call := method()) is not None:
                 call()
 

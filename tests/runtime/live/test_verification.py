@@ -68,6 +68,22 @@ def test_report_log_and_forecast_name_the_condition_that_refused(prepare_live, c
     assert forecast.reason == "refused: model.gain: 2.0 -> 4.0 | model.gain: 3.0 -> 4.0"
 
 
+class Sliced(Model):
+    """Its forward makes a list of modules, as models of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return super().forward(x)
+
+
+def test_hooks_of_other_models_are_in_no_trace(prepare_live):
+    """Each prepared model is told of new modules by torch's hooks, which a trace goes through."""
+    served = [prepare_live(Sliced()) for _ in range(3)]
+    assert [each.prepared.report()["cache"]["hit"] for each in served] == [False, True, True]
+    assert served[2].prepared.parts.starts.wait_until_verified(300) is True
+
+
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """No condition refuses a bundle."""

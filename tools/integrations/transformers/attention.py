@@ -264,24 +264,31 @@ def attend_packed(
 def attend_request(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
     """The last tokens of a request over all of its tokens: `query` (Q, heads, dim), `key` and
     `value` (C, kv_heads, dim) to (Q, heads, value dim)."""
-    length, context = query.shape[0], key.shape[0]
-    group = query.shape[1] // key.shape[1]
-    q = query.transpose(0, 1)
-    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
-    scores = (q @ k.transpose(1, 2)).float() * rule.scale
+    context = len(key)
+    keys = torch.arange(context, device=query.device)
+    hidden = hidden_keys(keys[context - len(query) :], keys, rule)
+    if rule.indices is not None:
+        hidden |= not_selected(rule.indices, context)
+    return weighted(query, key, value, hidden, rule)
+
+
+def weighted(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, rule: Rule) -> Tensor:
+    """Attention over the keys that are not `hidden`: `query` (…, Q, heads, dim), `key` and `value`
+    (…, C, kv_heads, dim) to (…, Q, heads, value dim). Finite also where all keys are hidden."""
+    group = query.shape[-2] // key.shape[-2]
+    q = query.transpose(-3, -2)
+    k, v = (x.repeat_interleave(group, -2).transpose(-3, -2) for x in (key, value))
+    scores = (q @ k.transpose(-2, -1)).float() * rule.scale
     if rule.bias is not None:
         scores = scores + rule.bias
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    keys = torch.arange(context, device=query.device)
-    hidden = hidden_keys(keys[context - length :], keys, rule)
-    if rule.indices is not None:
-        hidden |= _not_selected(rule.indices, context)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if rule.sinks is not None:
-        scores = torch.cat([scores, rule.sinks.view(-1, 1, 1).expand(-1, length, 1)], -1)
-    weights = scores.softmax(-1)[..., :context].to(v.dtype)
-    return (weights @ v).transpose(0, 1)
+        sinks = rule.sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype)
+    return (weights @ v).transpose(-3, -2)
 
 
 def hidden_keys(queries: Tensor, keys: Tensor, mask: Mask | Rule) -> Tensor:
@@ -296,7 +303,7 @@ def hidden_keys(queries: Tensor, keys: Tensor, mask: Mask | Rule) -> Tensor:
     return hidden
 
 
-def _not_selected(indices: Tensor, context: int) -> Tensor:
+def not_selected(indices: Tensor, context: int) -> Tensor:
     """Which of `context` keys are not among the `indices` (Q, n) of a token; -1 is none."""
     places = torch.where(indices < 0, context, indices).long()
     hidden = indices.new_ones((len(indices), context + 1), dtype=torch.bool)

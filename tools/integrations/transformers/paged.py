@@ -1,7 +1,9 @@
 """Layers of a `PackedModel` with the paged cache of the reference engine.
 
-Attention keeps keys and values. A layer that mixes tokens in another way keeps its inputs, and runs
-over the whole context of a request in each step: right for any such layer, and slow.
+Attention keeps keys and values. Decode steps read what changes between them from the metadata's
+tensors, so that a FULL graph can hold them; other steps run request by request. A layer that mixes
+tokens in another way keeps its inputs, and runs over the whole context of a request in each step:
+right for any such layer, and slow.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ....errors import ModelNotAdaptable
 from ...engine.kv_cache import LayerCache
 from ...engine.metadata import AttentionMetadata
 from .adapt import PackedModel
-from .attention import Rule, attend_request
+from .attention import Rule, attend_request, hidden_keys, not_selected, weighted
 from .mixers import Mixer
 
 
@@ -33,8 +35,12 @@ class PagedAttention(LayerCache):
         rule: Rule,
         metadata: AttentionMetadata,
     ) -> None:
-        _write(self.keys, key, metadata)
-        _write(self.values, value, metadata)
+        if metadata.decode:
+            output.copy_(self._decoded(query, key, value, rule, metadata))
+            return
+        slots = metadata.slot_mapping[: sum(metadata.query_lens)]
+        _write(self.keys, key, slots)
+        _write(self.values, value, slots)
         start = 0
         for place, length in enumerate(metadata.query_lens):
             rows = slice(start, start + length)
@@ -42,6 +48,26 @@ class PagedAttention(LayerCache):
             output[rows] = attend_request(query[rows], keys, values, rule.of_rows(rows))
             start += length
         output[start:] = 0
+
+    def _decoded(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: Rule, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Each row over the longest possible context of its request, all rows at once."""
+        _write(self.keys, key, metadata.slot_mapping)
+        _write(self.values, value, metadata.slot_mapping)
+        rows, stops = len(query), metadata.query_start_loc[1:]
+        row = torch.arange(rows, device=query.device)
+        owner = torch.searchsorted(stops, row, right=True)
+        seen = metadata.seq_lens[owner] - stops[owner] + row + 1
+        table = metadata.block_table[owner]
+        keys, values = (cache[table].flatten(1, 2) for cache in (self.keys, self.values))
+        places = torch.arange(keys.shape[1], device=query.device)
+        beyond = places >= seen[:, None]
+        hidden = hidden_keys(seen - 1, places, rule) | beyond
+        if rule.indices is not None:
+            hidden |= not_selected(rule.indices, len(places))
+        values = values.masked_fill(beyond[..., None, None], 0)  # they may be infinite
+        return weighted(query[:, None], keys, values, hidden[:, None, None], rule)[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +80,8 @@ class PagedMixer(LayerCache):
         self, inputs: Sequence[Tensor | None], output: Tensor, metadata: AttentionMetadata
     ) -> None:
         mixer = self.mixer
-        _write(self.keys, mixer.rows(inputs)[:, None], metadata)
+        slots = metadata.slot_mapping[: sum(metadata.query_lens)]
+        _write(self.keys, mixer.rows(inputs)[:, None], slots)
         start = 0
         for place, length in enumerate(metadata.query_lens):
             context = _read(self.keys, metadata, place)[:, 0]
@@ -96,10 +123,9 @@ def _refusal(model: PackedModel, reason: str) -> ModelNotAdaptable:
     return ModelNotAdaptable(family=family, reason=reason, advice="Give its op a layer of your own")
 
 
-def _write(cache: Tensor, rows: Tensor, metadata: AttentionMetadata) -> None:
-    """The rows of real tokens into their slots."""
-    count = sum(metadata.query_lens)
-    cache.flatten(0, 1).index_copy_(0, metadata.slot_mapping[:count], rows[:count].to(cache.dtype))
+def _write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """The first rows into these slots."""
+    cache.flatten(0, 1).index_copy_(0, slots, rows[: len(slots)].to(cache.dtype))
 
 
 def _read(cache: Tensor, metadata: AttentionMetadata, place: int) -> Tensor:
