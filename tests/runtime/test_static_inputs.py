@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from piecegraph.config import Padding
 from piecegraph.errors import InputMismatch, MovedTensor, SizeOutOfRange
+from piecegraph.runtime.core import writes
 from piecegraph.runtime.core.padding import PaddingPolicy
 from piecegraph.runtime.core.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
@@ -41,6 +42,18 @@ def test_real_rows_are_copied_and_padding_is_written():
     assert bound.views[0].tolist() == [5, 6, -1, -1]
     assert torch.equal(bound.views[1], torch.cat([hidden, torch.zeros(2, 2)]))
     assert bound.views[2].tolist() == [[0, 1, 1, 1], [2, 3, 3, 3], [4, 5, 5, 5]]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_inputs_of_several_types_are_copied_as_integers_whatever_their_strides(monkeypatch, rows):
+    """As on a device. A dimension of size 1 is contiguous whatever its stride, and is no view."""
+    monkeypatch.setattr(writes, "_one_type", lambda tensors: torch.int32)
+    bound, table = bind(IDS, HIDDEN), torch.arange(1, 16).view(3, 5)
+    for ids in (table[0, :rows], table[:rows, 0]):
+        for hidden in (torch.rand(3, 2), torch.rand(2, 3).T, torch.rand(3, 9)[:, 1:3]):
+            load(bound, (ids, hidden[:rows]), (rows,))
+            assert bound.views[0].tolist() == [*ids.tolist(), *[-1] * (4 - rows)]
+            assert torch.equal(bound.views[1][:rows], hidden[:rows])
 
 
 def test_failure_25_padding_is_written_at_every_step():
