@@ -266,8 +266,8 @@ class GuardProver:
     ) -> None:
         guard = Guard(expression.xreplace(self._labels), where)
         proof = prove(guard.expression, self._ranges(guard.expression))
-        if run is not None and self._runs_right_where_it_fails(proof, run):
-            proof = GuardProof(True, "run at the sizes it fails for", proof.failing, proof.failures)
+        if run is not None:
+            proof = self._run_where_it_fails(proof, run)
         record = GuardRecord(
             expression=str(guard.expression),
             where=short_location(guard.where),
@@ -291,13 +291,16 @@ class GuardProver:
             case GuardPolicy.DROP:
                 self._events.emit("guard.dropped", level=logging.WARNING, expression=text)
 
-    def _runs_right_where_it_fails(self, proof: GuardProof, run: Run) -> bool:
+    def _run_where_it_fails(self, proof: GuardProof, run: Run) -> GuardProof:
+        """`proof`, decided by running the code at the sizes for which the guard fails, if few."""
         if proof.holds is not False or proof.failures != len(proof.failing):
-            return False
+            return proof
         least = {symbol: low for symbol, (low, _) in self.limits().items()}
         symbols = {str(self._labels[symbol]): symbol for symbol in least}
-        points = [{symbols[name]: size for name, size in f.items()} for f in proof.failing]
-        return all(run({**least, **point}) is None for point in points)
+        points = ({symbols[name]: size for name, size in f.items()} for f in proof.failing)
+        wrong = next(filter(None, (run({**least, **point}) for point in points)), None)
+        how = "run at the sizes it fails for" + (f": {wrong}" if wrong else "")
+        return replace(proof, holds=wrong is None, method=how)
 
     def _error(self, guard: Guard, proof: GuardProof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))
@@ -305,11 +308,13 @@ class GuardProver:
         sizes = ", ".join(
             str(tuple(f.values()) if len(f) > 1 else next(iter(f.values()))) for f in proof.failing
         )
+        count = str(proof.failures or "more")
+        refuted = f"; {proof.method}" if proof.method.startswith("run") else ""
         return GuardUnproved(
             where=guard.where,
             expression=guard.expression,
             symbol=", ".join(symbols),
-            sizes=f"{sizes} ({proof.failures or 'more'} in all)" if sizes else proof.method,
+            sizes=f"{sizes} ({count} in all{refuted})" if sizes else proof.method,
             holds_from=holds_from,
             remedy=self._remedy(symbols, proof, holds_from),
         )

@@ -146,3 +146,31 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled,
     for size in (2, 3, 7, 64):
         x = torch.randn(size, 8)
         torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.parametrize("wrong_at_one", [False, True])
+def test_a_guard_of_a_compiler_is_decided_by_running_its_code(compiled, monkeypatch, wrong_at_one):
+    """The error says what the run gave, by which a device that computes nothing is known."""
+
+    def compile_asking(graph, inputs, options):
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        sizes = [size for each in tensors for size in each.shape if isinstance(size, torch.SymInt)]
+        assert sizes[0] != 1
+        finish = starts.compile_text(graph, inputs, options)
+
+        def wrong():
+            fn, blobs = finish()
+            return lambda args: [each + (len(each) == 1) for each in fn(args)], blobs
+
+        return wrong if wrong_at_one else finish
+
+    compiler = Compiler("text", compile_asking, None, version="1")
+    entry = types.SimpleNamespace(name="text", load=lambda: compiler)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    if wrong_at_one:
+        with pytest.raises(GuardUnproved, match=r"1 \(1 in all; run at .*: result 0 is off by 1\)"):
+            compiled(Body(linear_twice), inputs=X, compiler="text")
+    else:
+        made = compiled(Body(linear_twice), inputs=X, compiler="text")
+        (guard,) = [each.facts for each in made.events.named("guard") if "1" in str(each.facts)]
+        assert (guard["proved"], guard["method"]) == (True, "run at the sizes it fails for")
