@@ -36,6 +36,9 @@ PYTHON = sys.executable
 CHANGED = "+local changes"
 COMMIT = "PIECEGRAPH_COMMIT"
 """Names the commit of a tree that comes without `.git`."""
+SLOWER = 4
+"""Limits of seconds are those of a device. With `--small` they are longer by this factor: the
+stand-in computes with the host's processor, which others may use."""
 KEPT = 4000
 """Characters kept of the output of a step that failed."""
 REPORTED = 86
@@ -225,17 +228,19 @@ def run_part(
 ) -> list[dict[str, Any]]:
     """Run the steps of a part that have not passed with these sources. `path` is written after
     each, and replaced at once, so that a kill loses one step at most."""
-    ends = time.monotonic() + PARTS[record["part"]].limit_s
+    slower = SLOWER if record["small"] else 1
+    ends = time.monotonic() + PARTS[record["part"]].limit_s * slower
     done = {} if again else earlier_steps(path, record)
     for step in plan:
         if done.get(step.name, {}).get("status") == "passed":
             continue
         left = int(ends - time.monotonic())
-        if left < min(step.limit_s, 20):
+        limit_s = step.limit_s * slower
+        if left < min(limit_s, 20):
             done[step.name] = {"step": step.name, "shows": step.shows, "status": "no time left"}
         else:
             print(f"{step.name}: {step.shows} …", flush=True)
-            done[step.name] = run_step(replace(step, limit_s=min(step.limit_s, left)))
+            done[step.name] = run_step(replace(step, limit_s=min(limit_s, left)))
             print(f"    {done[step.name]['status']} {_shown(done[step.name])}"[:300], flush=True)
         results = [done[each.name] for each in plan if each.name in done]
         beside = path.with_name(path.name + ".new")

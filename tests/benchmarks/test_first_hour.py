@@ -132,6 +132,14 @@ def test_a_part_ends_within_its_limit(hour, monkeypatch):
     plan = [Step("one", "A", "a fact", [], 30)]
     (result,) = first_hour.run_part(plan, hour.results / "A.json", record)
     assert result["status"] == "no time left"
+    monkeypatch.undo()
+    limits = []
+    monkeypatch.setattr(
+        first_hour, "run_step", lambda step: limits.append(step.limit_s) or {"status": ""}
+    )
+    for small in (True, False):
+        first_hour.run_part(plan, hour.results / "A.json", record | {"small": small}, again=True)
+    assert limits == [30 * first_hour.SLOWER, 30]
 
 
 @pytest.mark.slow

@@ -36,6 +36,17 @@ def test_a_step_does_not_wait(stand_in):
     model.close()
 
 
+def test_random_numbers_follow_the_state_of_the_generator_at_the_launch():
+    draws = []
+    for seed in (0, 0, None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        draws.append(torch.empty(8, device="cuda").uniform_())
+    one, same, other = draws
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_metadata_is_uploaded_without_waiting(stand_in, seed):
     stand_in.seed(seed)

@@ -57,6 +57,28 @@ def _nothing() -> None:
     pass
 
 
+def drawing(body: Callable[[], None], generators: list[torch.Generator]) -> Callable[[], None]:
+    """`body` with random numbers by the state that the device's generator has now, at the launch.
+    That state cannot be asked for in a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        return body
+    device = torch.cuda.current_device()
+    generator = next(iter(generators), torch.cuda.default_generators[device])
+    offset = generator.get_offset()
+    seed = hash((generator.initial_seed(), offset))
+    generator.set_offset(offset + 4)
+
+    def seeded() -> None:
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            body()
+        finally:
+            torch.set_rng_state(before)
+
+    return seeded
+
+
 @contextmanager
 def without_computing() -> Iterator[None]:
     """Kernels are launched and do nothing: for models of which only the memory is of interest."""
@@ -160,6 +182,12 @@ def kernel_of(op: Any) -> Callable[..., Any]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
+    def launch(body: Callable[[], None], args: Any, kwargs: Any) -> None:
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            given = tree_leaves((args, kwargs))
+            body = drawing(body, [each for each in given if isinstance(each, torch.Generator)])
+        on_stream(name, body)
+
     def writing(args: Any, kwargs: Any) -> Any:
         given = [args[at] if at < len(args) else kwargs.get(a.name) for at, a in written]
         if any(argument.is_out for _, argument in written):
@@ -172,7 +200,7 @@ def kernel_of(op: Any) -> Callable[..., Any]:
             on_cpu = cpu_arguments(launched)
             op(*on_cpu[0], **on_cpu[1])
 
-        on_stream(name, body)
+        launch(body, args, kwargs)
         if not schema.returns:
             return None
         return given[0] if len(schema.returns) == 1 else tuple(given)
@@ -195,7 +223,7 @@ def kernel_of(op: Any) -> Callable[..., Any]:
                 if address is not None:
                     address.on_cpu().copy_(result)
 
-        on_stream(name, body)
+        launch(body, args, kwargs)
         return type(made)(outputs) if isinstance(made, (tuple, list)) else outputs[0]
 
     def waiting(args: Any, kwargs: Any) -> Any:
