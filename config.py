@@ -251,7 +251,7 @@ class Config(Settings):
 
     shadow: Shadow | None = None
     """Prove one step in N while serving.
-    `Shadow(every=1000)` runs it again uncompiled and compares. See docs/guide.md."""
+    `Shadow(every=1000)` runs it again uncompiled and compares. See docs/reference.md."""
 
     @field_validator("inputs")
     @classmethod

@@ -27,6 +27,7 @@ from .torch_compat.basics.structured_trace import (
     new_frame,
     trace_is_on,
     write_artifact,
+    write_phase,
 )
 
 log = logging.getLogger("piecegraph")
@@ -51,7 +52,8 @@ class Span:
     """One stretch of work; `start` and `seconds` are in seconds, `depth` counts enclosing spans.
 
     `phase` marks a phase of the startup. `own` is `seconds` without the phases inside of it, so
-    that phases add up to the one around them.
+    that phases add up to the one around them. `rows` are facts of the events in a phase, by name,
+    for torch's structured trace.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Span:
     facts: dict[str, Any] = field(default_factory=dict)
     phase: bool = False
     own: float = 0.0
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class Events:
@@ -92,19 +95,29 @@ class Events:
         self._lock = threading.Lock()
         self._frame: int | None = None
         self._model: tuple[str, str, int] | None = None
-        self._parts: set[int] = set()
+        self._units: dict[int | None, list[str]] = {}
         self._open: threading.local = parent._open if parent is not None else threading.local()
 
     def emit(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> None:
-        """Keep and log an event, and put it into torch's structured trace when one is on."""
+        """Keep and log an event, and put it into torch's structured trace when one is on: at once,
+        or at the end of the phase, where events of one name make one table."""
         if log.isEnabledFor(level):
             log.log(level, "%s%s", name, _shown(facts))
-        if self._frame is not None and trace_is_on() and not in_compile_unit():
-            with compile_unit(self._frame, 0):
-                trace_artifact(name, facts)
-        else:
-            trace_artifact(name, facts)
+        if trace_is_on():
+            phase: Span | None = getattr(self._open, "phase", None)
+            if phase is None or getattr(self._open, "piece", None) is not None:
+                self._trace(name, facts)
+            else:
+                phase.rows.setdefault(name, []).append(facts)
         self._take(Event(name, time.perf_counter() - self.began, facts), level)
+
+    def _trace(self, name: str, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Write an artifact, by default as one of the model."""
+        if self._frame is None or in_compile_unit():
+            trace_artifact(name, payload)
+        else:
+            with compile_unit(self._frame, 0):
+                trace_artifact(name, payload)
 
     def _take(self, event: Event, level: int) -> None:
         with self._lock:
@@ -170,6 +183,11 @@ class Events:
                 self._open.phase = outer
             if span.phase and outer is not None:
                 outer.own -= span.seconds
+            if span.phase and trace_is_on():
+                for event, rows in span.rows.items():
+                    self._trace(event, rows if len(rows) > 1 else rows[0])
+                of = f" of {self._model[0]}" if self._model else ""
+                write_phase(name + of, span.seconds, facts)
             if log.isEnabledFor(level):
                 seconds = span.seconds if outer is None else span.own
                 rest = f", other: {span.own:.3f} s" if span.own < seconds else ""
@@ -191,24 +209,32 @@ class Events:
             self.parent._begin(span)
 
     @contextmanager
-    def trace_unit(self, part: int, name: str, where: str | None = None) -> Iterator[None]:
+    def trace_unit(self, piece: int | None, name: str, where: str | None = None) -> Iterator[None]:
         """If torch is tracing, artifacts inside get a compile id of their own in tlparse's index.
 
-        Part 0 is the model, others are parts of it. `where` is file:line. Entered again, a part
-        goes on.
+        None is the model, `[1000/0]`; its piece 2 is `[1001/2]`, and `[1001/2_1]` under a second
+        name. `where` is file:line. Entered again, a unit goes on.
         """
         if not trace_is_on():
             yield
             return
         file, _, line = (where or "").rpartition(":")
         title = (name, file or "?", int(line) if line.isdigit() else 0)
-        started = self._frame is not None and part in self._parts
         if self._frame is None:
             self._frame, self._model = new_frame(), title
-        self._parts.add(part)
-        stack = (self._model, title) if part and self._model is not None else (title,)
-        with compile_unit(self._frame, part, () if started else stack):
-            yield
+            new_frame()  # of the pieces
+        names = self._units.setdefault(piece, [])
+        started = name in names
+        if not started:
+            names.append(name)
+        stack = (title,) if piece is None or self._model is None else (self._model, title)
+        frame, part = (self._frame, 0) if piece is None else (self._frame + 1, piece)
+        outer, self._open.piece = getattr(self._open, "piece", None), piece
+        try:
+            with compile_unit(frame, part, () if started else stack, names.index(name)):
+                yield
+        finally:
+            self._open.piece = outer
 
     @staticmethod
     def process_seconds() -> float | None:
@@ -228,10 +254,12 @@ def _shown(facts: dict[str, Any]) -> str:
     return "".join(f" {name}={str(value)[:200]}" for name, value in facts.items())
 
 
-def trace_artifact(name: str, payload: dict[str, Any] | Callable[[], str]) -> None:
+def trace_artifact(
+    name: str, payload: dict[str, Any] | list[dict[str, Any]] | Callable[[], str]
+) -> None:
     """Write `payload` to torch's structured trace as `piecegraph_<name>` if torch is tracing.
 
-    A dict is shown as JSON; a function gives a text, and is called only if there is a trace.
+    Facts are shown as JSON; a function gives a text, and is called only if there is a trace.
     """
     if not trace_is_on():
         return

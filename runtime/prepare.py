@@ -77,7 +77,7 @@ def prepare(
         _naming_failures(model),
         records.events.span("prepare", level=logging.INFO),
         allow_compilation(),
-        records.events.trace_unit(0, type(model).__qualname__, _location(model)),
+        records.events.trace_unit(None, type(model).__qualname__, _location(model)),
     ):
         records.began()
         resolved = resolve_graph_mode(config)

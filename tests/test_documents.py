@@ -57,7 +57,7 @@ def test_every_page_is_linked_from_another():
 
 
 def test_every_method_of_a_prepared_model_is_described():
-    page = (ROOT / "docs/guide.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     methods = [name for name in dir(pg.PreparedModel) if not name.startswith("_")]
     assert [name for name in methods if f"`{name}" not in page] == []
 

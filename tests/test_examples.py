@@ -45,6 +45,10 @@ def run_forked():
 @pytest.mark.parametrize("name", PAGES)
 def test_the_samples_of_a_page_run(run_forked, name, tmp_path):
     blocks = samples(ROOT / "docs" / name)
+    if "go on from the model of the [guide]" in " ".join(
+        (ROOT / "docs" / name).read_text().split()
+    ):
+        blocks.insert(0, samples(ROOT / "docs/guide.md")[0])
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     run_forked(script, tmp_path / "output")

@@ -95,7 +95,7 @@ class _Generated:
     @property
     def _unit(self) -> tuple[int, str]:
         low, high = self.job.span
-        return self.number + 1, f"piece {self.job.unique.index}, tokens {low} to {high}"
+        return self.job.unique.index, f"piece {self.job.unique.index}, tokens {low} to {high}"
 
 
 def _inputs(job: Job, graph: GraphModule) -> list[Any]:

@@ -1,7 +1,7 @@
 """Programs with breaks, restated from what users of breakable CUDA graphs do.
 
 Each is run as it is, recorded with breaks and recorded as one graph; replays on changed inputs
-give what the program gives. The page is docs/guide.md, "Coming from breakable CUDA graphs".
+give what the program gives. The page is docs/reference.md, "Coming from breakable CUDA graphs".
 """
 
 from __future__ import annotations

@@ -51,10 +51,11 @@ def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path):
         "first, second = trace.new_frame(), trace.new_frame()\n"
         "assert second == first + 1\n"
         "assert not trace.in_compile_unit()\n"
-        "with trace.compile_unit(second, 3, [('piece', 'model.py', 7)]):\n"
+        "with trace.compile_unit(second, 3, [('piece', 'model.py', 7)], 2):\n"
         "    assert trace.in_compile_unit()\n"
         "    trace.write_artifact('one', 'string', lambda: 'text')\n"
         "assert not trace.in_compile_unit()\n"
+        "trace.write_phase('loading', 0.5, {})\n"
         "print(second)\n"
     )
     environment = {"TORCH_TRACE": str(tmp_path), "PATH": ""}
@@ -65,3 +66,5 @@ def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path):
     (line,) = [line for line in trace.read_text().splitlines() if '"one"' in line]
     assert f'"frame_id": {done.stdout.strip()}' in line
     assert '"frame_compile_id": 3' in line
+    assert '"attempt": 2' in line
+    assert '"dur": 500000.0' in trace.read_text()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,8 +65,19 @@ def write_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     )
 
 
+def write_phase(name: str, seconds: float, facts: Mapping[str, Any]) -> None:
+    """Add a phase that ends now to the timeline that tlparse makes, `chromium_events.json`."""
+    from torch._logging._internal import trace_structured
+
+    event = {"name": name, "cat": "piecegraph", "ph": "X", "pid": 0, "tid": 0}
+    event |= {"ts": time.time_ns() / 1e3 - seconds * 1e6, "dur": seconds * 1e6}
+    payload = json.dumps({**event, "args": {**facts}}, default=str)
+    trace_structured("chromium_event", payload_fn=lambda: payload, expect_trace_id=False)
+
+
 def new_frame() -> int:
-    """The frame id for the next model of this process: its artifacts nest under it in tlparse."""
+    """The frame id for the next model of this process, or its pieces: artifacts nest under it in
+    tlparse."""
     from torch._logging.structured import INTERN_TABLE, intern_string
 
     number = sum(text.startswith(_MODEL) for text in INTERN_TABLE)
@@ -74,9 +87,9 @@ def new_frame() -> int:
 
 @contextmanager
 def compile_unit(
-    frame: int, part: int, stack: Sequence[tuple[str, str, int]] = ()
+    frame: int, part: int, stack: Sequence[tuple[str, str, int]] = (), attempt: int = 0
 ) -> Iterator[None]:
-    """Artifacts inside, also torch's own, are those of the compile id `frame`/`part`.
+    """Artifacts inside, also torch's own, are those of the compile id `frame`/`part`_`attempt`.
 
     `stack`, as (name, file, line), outermost first, places it in the tree of tlparse's index.
     """
@@ -84,7 +97,9 @@ def compile_unit(
     from torch._logging._internal import trace_structured
     from torch._logging.structured import intern_string
 
-    with compile_context(CompileContext(CompileId(frame_id=frame, frame_compile_id=part))):
+    context = CompileContext(CompileId(frame_id=frame, frame_compile_id=part))
+    context.attempt = attempt
+    with compile_context(context):
         if stack:
             frames = [
                 {"name": name, "filename": intern_string(file), "line": line, "loc": None}

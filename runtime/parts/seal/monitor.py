@@ -62,7 +62,7 @@ class Monitor:
         """Watch the steps of the model, and all work of the calling thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.get_ident()
-            self._records.events.emit("seal")
+            self._records.events.emit("seal", after_seal=self._policy.value)
             self._watching.enter_context(listening(self._hear))
             classes = graph_classes()
             if (own := self._backend.graph_class) is None:

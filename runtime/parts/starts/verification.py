@@ -89,7 +89,7 @@ class Verification:
         request = beside_steps(self._request, apart, self.thread)
         name = f"verification of {type(request.model).__qualname__}"
         try:
-            with apart.events.trace_unit(0, name):
+            with apart.events.trace_unit(None, name):
                 difference = first_difference(request, self._plan)
         finally:
             self._records.counters["dynamo_traces"] += apart.counters["dynamo_traces"]
