@@ -51,7 +51,7 @@ class IdleGraph:
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
 
-    def end(self) -> IdleGraph:
+    def end(self, run: bool = False) -> IdleGraph:
         return self
 
     def abort(self) -> None:

@@ -447,6 +447,10 @@ MUTANTS = [
      "with torch.no_grad():", f"{RECORDER} -k failure_11_fresh"),
     (f"{CAPTURE}/breaks.py", "recorder is not None and recorder.breaks", "recorder is not None",
      f"{RECORDER} -k w2"),
+    (TAPED, "not self.ownership.is_constant(tensor)", "True", f"{FAITHFUL} -k keeps_no_weights"),
+    (f"{REPLAY}/backend.py", "if not run:", "if True:", f"{FAITHFUL} -k keeps_no_weights"),
+    (OWNERSHIP, " and not is_held(each)", "",
+     "tests/runtime/test_replay_backend.py -k its_own_memory"),
     (f"{CAPTURE}/recorder.py", "self._open.opaque(self.in_context(fn), args)", "fn(*args)",
      "tests/runtime/test_replay_backend.py -k opaque_piece_is_one"),  # 24
     (f"{CAPTURE}/recorder.py", "tensor = self._session.backend.weak(tensor)", "pass",

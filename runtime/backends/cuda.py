@@ -104,7 +104,7 @@ class CudaCapture:
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return self._tracker.opaque(fn, args)
 
-    def end(self) -> CudaGraph:
+    def end(self, run: bool = False) -> CudaGraph:
         self._tracker.stop()
         try:
             if capture_is_invalid():

@@ -7,7 +7,7 @@ keeps its identity, so a new tensor is never mistaken for an old one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -77,16 +77,33 @@ class Left:
 
 
 class Ownership:
-    """Storages made inside one recording, and aliases of the tensors that came from outside."""
+    """Storages made inside one recording, and aliases of the tensors that came from outside.
 
-    __slots__ = ("_found", "_made", "left")
+    `constant` are the storages that no code writes to: weights, but for those that are written.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_found", "_made", "_returned", "constant", "left")
+
+    def __init__(self, constant: Collection[int] = ()) -> None:
+        self.constant = constant
         self._made: dict[int, StorageWeakRef] = {}
+        self._returned: dict[int, StorageWeakRef] = {}
         self.left: dict[int, Left] = {}
         """Memory that a break made when it last ran. Its next run makes other memory: only a result
         is copied to where the next graph reads it."""
         self._found: dict[int, Found] = {}
+
+    def returned(self, result: Any) -> None:
+        """A piece returned this in the warm-up run. Of it there is at the capture what others hold,
+        such as a buffer that is the piece's own."""
+        self._returned |= {storage_id(each): weak_storage(each) for each in memory_of(result)}
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a piece returned this memory in the warm-up run."""
+        return storage_id(tensor) in self._returned
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self.constant
 
     def is_made(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._made
@@ -254,8 +271,9 @@ class TensorTracker(LightDispatchMode):
 
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
         """The tensors of `result` that share no memory with `used`: made by the capture."""
-        old = {storage_id(tensor) for tensor in used}
-        fresh = [tensor for tensor in memory_of(result) if storage_id(tensor) not in old]
+        old, is_held = {storage_id(tensor) for tensor in used}, self.ownership.is_held
+        results = memory_of(result)
+        fresh = [each for each in results if storage_id(each) not in old and not is_held(each)]
         for tensor in fresh:
             self.ownership.make(tensor)
         return fresh

@@ -87,8 +87,12 @@ class Capture(Protocol):
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece inside the capture; it may become one operation."""
 
-    def end(self) -> Graph:
-        """Close the capture. It is closed also when this raises because it gave no valid graph."""
+    def end(self, run: bool = False) -> Graph:
+        """Close the capture. It is closed also when this raises because it gave no valid graph.
+
+        `run` is true only for a backend that runs Python: leave in memory what one replay leaves,
+        which the Python after it reads.
+        """
 
     def abort(self) -> None:
         """Drop the capture after an error; does not raise for a capture that is already invalid."""

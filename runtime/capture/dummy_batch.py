@@ -31,6 +31,8 @@ from ...errors import (
     SetUpOnFirstUse,
 )
 from ...torch_compat.basics.devices import devices_in_use
+from ...torch_compat.basics.tensors import storage_id
+from ..backends.ownership import memory_of
 from ..core.code import ModelCode
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs, StaticInputs
@@ -198,6 +200,13 @@ def model_state(compiled: CompiledModel) -> dict[str, Tensor]:
         return {**dict(compiled.model.named_buffers()), **held}
     written = [weight.target for weight in compiled.plan.weights if weight.written]
     return {name: compiled.weights[name] for name in written}
+
+
+def constant_storages(compiled: CompiledModel) -> set[int]:
+    """The memory of the weights that compiled code does not write to."""
+    weights = compiled.plan.weights if compiled.traced else ()
+    read = [compiled.weights[weight.target] for weight in weights if not weight.written]
+    return {storage_id(tensor) for tensor in memory_of(read)}
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

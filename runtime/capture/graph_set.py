@@ -13,7 +13,7 @@ from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
 from ..backends.protocol import GraphBackend
 from ..core.code import ModelCode
 from .breaks import recordable
-from .dummy_batch import DummyBatches
+from .dummy_batch import DummyBatches, constant_storages
 from .installed_graph import BoundRecording, InstalledGraph
 from .recorder import Notes, record
 from .recording import Recording, SegmentKind
@@ -78,6 +78,7 @@ class GraphSet:
                     self._recordable[1], views, session, name=name, breaks=breaks,
                     modules={id(module): path for path, module in modules},
                     notes=self._parts.notes(),
+                    constant=constant_storages(compiled),
                 )  # fmt: skip
                 recording.metadata = self._dummies.context.metadata
         except (CaptureFailed, DummyStepFailed, ModelChanged) as error:

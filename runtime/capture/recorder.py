@@ -18,7 +18,7 @@ op that none has failed. Ranks also agree before the warm-up run, which is a run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -54,15 +54,17 @@ def record(
     breaks: bool,
     modules: Mapping[int, str] = {},
     notes: Notes | None = None,
+    constant: Collection[int] = (),
 ) -> Recording:
-    """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity.
+    """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity,
+    `constant` storages that `fn` does not write to.
 
     PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
     run raises. After an error no graph is open or kept.
     """
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
-    recorder = Recorder(session, breaks, modules, notes)
+    recorder = Recorder(session, breaks, modules, notes, Ownership(constant))
     token, context = ACTIVE.set(recorder), CURRENT.get()
     metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
@@ -145,12 +147,13 @@ class Recorder:
         breaks: bool,
         modules: Mapping[int, str],
         notes: Notes | None,
+        ownership: Ownership,
     ) -> None:
         self.breaks = breaks
         self._module_names = modules
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
-        self.ownership = Ownership()
+        self.ownership = ownership
         self._session = session
         self._open: Capture | None = None
         self.in_op = False
@@ -179,13 +182,13 @@ class Recorder:
         if self._notes is not None:
             self._notes.open()
 
-    def end(self) -> None:
-        """Close the open graph. One without operations is no segment."""
+    def end(self, run: bool = False) -> None:
+        """Close the open graph. One without operations is no segment. See `Capture.end`."""
         assert self._open is not None
         if self._notes is not None:
             self._notes.close()
         capture, self._open = self._open, None
-        graph = capture.end()
+        graph = capture.end(run=True) if run else capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
         if graph.operations:
             self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
@@ -209,14 +212,13 @@ class Recorder:
             result = self._run(partial(fn, *args, **kwargs))
             self._forms.append((name, ResultForm.of(result, (args, kwargs))))
             return result
-        self.end()
+        self.end(run=self._session.backend.runs_python)
         static, targets = self._form_of(name).allocate((args, kwargs))
         call = eager_call(
             name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
         )
         if self._session.backend.runs_python:
             self._session.agreement.before(name)
-            self.graphs[-1].replay()
             self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
@@ -255,7 +257,9 @@ class Recorder:
     def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
         """Call a compiled piece as one operation, which reads the context of its capture."""
         if self._open is None:
-            return fn(*args)
+            result = fn(*args)
+            self.ownership.returned(result)
+            return result
         return self._open.opaque(self.in_context(fn), args)
 
     def in_context(self, fn: Fn) -> Fn:

@@ -113,7 +113,7 @@ class FakeCapture:
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
 
-    def end(self) -> FakeGraph:
+    def end(self, run: bool = False) -> FakeGraph:
         self.abort()
         if self._tracker.refused is not None:
             raise self._tracker.refused

@@ -43,8 +43,8 @@ class Only:
     def begin(self, *args: Any) -> Any:
         return Only(Capture, self._held.begin(*args))
 
-    def end(self) -> Any:
-        return Only(Graph, self._held.end())
+    def end(self, **how: Any) -> Any:
+        return Only(Graph, self._held.end(**how))
 
 
 DELAYED = {"delay": True, "fail_on_early_writes": True, "poison_old_results": True}

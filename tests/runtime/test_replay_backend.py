@@ -47,7 +47,7 @@ def library() -> Iterator[Any]:
 
 
 def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig):
-    """As partitions of one graph do: both runs of a capture find the same in them."""
+    """As partitions of one graph do: each run finds the same in them."""
     weight = torch.rand(4, 2)
     index, wide = torch.tensor([3, 1]), torch.ones(2, 1).expand(2, 3)
 
@@ -68,6 +68,19 @@ def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig):
     for _ in range(2):
         recording.replay()
         assert_close(recording.outputs, weight[index] + 6)
+
+
+def test_a_piece_may_return_its_own_memory(make_replay_rig):
+    """What it has returned in the warm-up run, and still holds, is not its graph's."""
+    own = torch.zeros(2)
+
+    def step(x: Tensor) -> Tensor:
+        (result,) = opaque_piece(lambda args: (own.copy_(args[0]),))([x])
+        return result
+
+    recording = make_replay_rig().record(step, torch.ones(2))
+    assert own.tolist() == [1, 1]
+    assert recording.bytes == 0
 
 
 def test_a_capture_does_not_execute():

@@ -256,7 +256,7 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the memory of `tensor`: itself, or those it wraps."""
     if is_transformed(tensor):
         return inner_tensors(torch._C._functorch.get_unwrapped(tensor))
-    if not is_wrapper_subclass(tensor):
+    if type(tensor) is Tensor or not is_wrapper_subclass(tensor):
         return [tensor]
     names: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]

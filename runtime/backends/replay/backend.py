@@ -127,7 +127,7 @@ class TapeCapture:
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return self._tape.opaque(fn, args)
 
-    def end(self) -> TapeGraph:
+    def end(self, run: bool = False) -> TapeGraph:
         self._tape.stop()
         if self._tape.refused is not None:
             self._tape.undo()
@@ -135,7 +135,8 @@ class TapeCapture:
         if self._pool.growth(self._tape.made_bytes) > self._backend.memory().free:
             self._tape.undo()
             raise torch.OutOfMemoryError("this capture would exceed the modeled limit")
-        self._tape.finish()
+        if not run:
+            self._tape.finish()
         options = self._backend.options
         graph = TapeGraph(
             self._tape,

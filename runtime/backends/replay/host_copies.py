@@ -48,6 +48,8 @@ class HostCopies(TorchFunctionMode):
         if func in VALUE_READS:
             raise value_read(func)
         used = memory_of((args, given))
+        if used and not self._on_host:
+            return func(*args, **given)
         makers = [self._on_host.get(storage_id(tensor)) for tensor in used]
         named = any(isinstance(each, torch.device) for each in (*args, *given.values()))
         if func is Tensor.to and makers[0] and (named or None in makers):

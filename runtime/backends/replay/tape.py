@@ -76,19 +76,14 @@ class Tape(TensorTracker):
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece and record it as one operation.
 
-        It runs twice: a result found in the same memory both times is the piece's own, not fresh,
-        and is neither copied nor poisoned. Both runs get equal arguments, since a piece may use
-        them as scratch memory.
+        It may use its arguments as scratch memory, but for constant ones.
         """
         with without_modes():
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
-            arguments = self._save(used)
-            kept = self.seen(fn, args)
-            for saved in arguments:
-                write_back(*saved)
-            result = fn(*args)
-            fresh = self.fresh(result, used + memory_of(kept))
+            self._save(used)
+            result = self.seen(fn, args)
+            fresh = self.fresh(result, used)
             self._record(fn, args, {}, result, fresh)
         return result
 
@@ -136,11 +131,11 @@ class Tape(TensorTracker):
         args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
         self.operations.append(_operation(partial(fn, *args, **kwargs), result, fresh))
 
-    def _save(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Contents of tensors that may be written; those from outside are kept for `undo`."""
-        contents = [(tensor.detach(), tensor.clone()) for tensor in tensors]
-        self._before += [each for each in contents if storage_id(each[0]) not in self.made]
-        return contents
+    def _save(self, tensors: list[Tensor]) -> None:
+        """Keep for `undo` what tensors from outside hold that may be written."""
+        for tensor in tensors:
+            if storage_id(tensor) not in self.made and not self.ownership.is_constant(tensor):
+                self._before.append((tensor.detach(), tensor.clone()))
 
     @property
     def made_bytes(self) -> int:

@@ -22,7 +22,8 @@ from piecegraph import (
 )
 from piecegraph.errors import AllCapturesFailed, HostValueChanged, StaleContext
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
-from piecegraph.torch_compat.basics.tensors import last_modes
+from piecegraph.runtime.backends.replay.tape import Tape
+from piecegraph.torch_compat.basics.tensors import last_modes, storage_id
 
 pytestmark = pytest.mark.compile
 
@@ -444,3 +445,43 @@ def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend):
     prepared = captured(Calls(torch.compile(moved_by_device, backend=count)), None)
     step(prepared, None)
     assert len(compiled) == 1
+
+
+def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_computes(
+    temporary_op, monkeypatch
+):
+    seen, kept = list[float](), set[int]()
+
+    def attend(x: Tensor, out: Tensor) -> None:
+        seen.append(float(x.sum()))
+        out.copy_(x)
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 0 + self.weight
+            out = torch.empty_like(y)
+            torch.ops.faithful_tests.attend_to(y, out)
+            return out + self.weight
+
+    def undo(tape: Tape) -> None:
+        kept.update(storage_id(tensor) for tensor, _ in tape._before)
+        original(tape)
+
+    original = Tape.undo
+    monkeypatch.setattr(Tape, "undo", undo)
+    op = temporary_op("faithful_tests::attend_to", "(Tensor x, Tensor(a!) out) -> ()", attend)
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compiler="eager",
+        capture_sizes=(2,), graph_mode="PIECEWISE", cache=False, splitting_ops=(op,),
+    )  # fmt: skip
+    model = Two()
+    prepared = prepare(model, config, backend=ReplayBackend(ReplayOptions()))
+    prepared.capture()
+    assert len(seen) > 1
+    assert set(seen) == {8.0}
+    assert kept
+    assert storage_id(model.weight) not in kept
