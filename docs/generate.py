@@ -77,10 +77,14 @@ docstrings by `docs/generate.py`.
 """
 
 
+_HEAD = "| setting | default | meaning |", "|---|---|---|"
+
+
 def config_page() -> str:
     fields = Config.model_fields
     objects = {n: f.annotation for n, f in fields.items() if is_object(f.annotation)}
-    top = _settings("Common settings", Config, [name for name in fields if name not in objects])
+    common = _rows(Config, [name for name in fields if name not in objects])
+    top = _section("Common settings", *_HEAD, *common)
     parts = [
         ("`strategy=Delayed(...)`", Delayed),
         ("`strategy=Lazy(...)`", Lazy),
@@ -89,21 +93,23 @@ def config_page() -> str:
         ("`shadow=Shadow(...)`", Shadow),
         *((f"`{name}={part.__name__}(...)`", part) for name, part in objects.items()),
     ]
-    tables = [_settings(title, part, list(part.model_fields)) for title, part in parts]
-    return "\n".join([CONFIG_INTRO, top, *tables])
+    rows = list[str]()
+    for title, part in parts:
+        rows += [f"| **{title}** | | {_summary_of(part)} |", *_rows(part, list(part.model_fields))]
+    objects = _section("Objects", *_HEAD, *rows)
+    return "\n".join([CONFIG_INTRO, top, objects])
 
 
-def _settings(title: str, part: type[Settings], names: list[str]) -> str:
-    intro = [] if part is Config else [_summary_of(part), ""]
-    rows = (f"| `{name}` | {_default(part, name)} | {_meaning(part, name)} |" for name in names)
-    return _section(title, *intro, "| setting | default | meaning |", "|---|---|---|", *rows)
+def _rows(part: type[Settings], names: list[str]) -> list[str]:
+    return [f"| `{name}` | {_default(part, name)} | {_meaning(part, name)} |" for name in names]
 
 
 def api_page() -> str:
-    sections = []
+    rows = list[str]()
     for title, names in NAMES.items():
-        rows = (f"| `{name}` | {_summary(piecegraph, name)} |" for name in names)
-        sections.append(_section(title, "| name | what it is |", "|---|---|", *rows))
+        rows += [f"| **{title}** | |"]
+        rows += [f"| `{name}` | {_summary(piecegraph, name)} |" for name in names]
+    sections = [_section("Names", "| name | what it is |", "|---|---|", *rows)]
     tools = (
         f"| `{module}` | `{name}` | {_summary(importlib.import_module(module), name)} |"
         for module, names in TOOLS.items()
