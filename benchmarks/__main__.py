@@ -106,18 +106,14 @@ def prepare_command(
     ways: Annotated[
         str | None, typer.Option(help="Ways to start, such as cold,warm_ahead; all by default.")
     ] = None,
-    plot: PlotOption = None,
     json_path: JsonOption = None,
 ) -> int:
     """What a cold and a warm start cost. Compared within one run."""
     all_ways = tuple(prepare.WAYS)
     chosen = [choice("--ways", way, all_ways) for way in ways.split(",")] if ways else all_ways
-    to_json, to_plot = _outputs(json_path, plot)
+    to_json, _ = _outputs(json_path, None)
     result = prepare.run(quick, chosen)
     _show(ratios_section("prepare", result), result, to_json)
-    if to_plot is not None:
-        with to_plot.writing() as path:
-            prepare.plot(result, path)
     return 0
 
 

@@ -24,7 +24,6 @@ from statistics import quantiles
 from typing import Any
 
 from piecegraph.tools.report.origin import origin
-from piecegraph.tools.report.output import figure_class
 
 PHASES = {
     "trace": "trace.dynamo",
@@ -119,30 +118,6 @@ def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
         "columns": COLUMNS,
         "rows": rows + (_hugging_face() if "hugging_face" in ways else []),
     }
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Waterfalls: the phases of each start at the largest depth, one after the other."""
-    figure = figure_class()(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    depth = max(row["layers"] for row in result["rows"])
-    rows = [row for row in result["rows"] if row["layers"] == depth][::-1]
-    names = ["import_torch", "model", *PHASES, "rest"]
-    for place, row in enumerate(rows):
-        spent = {name: row.get(name) or 0.0 for name in names[:-1]}
-        end = row["import_torch"] + row["model"] + row["ready"]
-        spent["rest"] = max(0.0, end - sum(spent.values()))
-        start = 0.0
-        for index, (name, seconds) in enumerate(spent.items()):
-            axes.barh(place, seconds, left=start, color=f"C{index}", label=name)
-            start += seconds
-        if row.get("switch"):
-            axes.plot(start + row["switch"] - row["ready"], place, "k|", markersize=14)
-    axes.set_yticks(range(len(rows)), [row["way"] for row in rows])
-    axes.set_xlabel(f"seconds from the start of the process, {depth} layers")
-    shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    axes.legend(shown.values(), shown.keys(), fontsize="small")
-    figure.savefig(path)
 
 
 def _rows(layers: int, ways: Collection[str]) -> list[dict[str, Any]]:

@@ -162,10 +162,16 @@ STARTS = {
 """The rows of the README, by the way to start in the recorded result."""
 
 
+def _starts() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The recorded starts, and their rows by way."""
+    recorded = json.loads((DOCS.parent / "benchmarks/starts-cpu.json").read_text())
+    rows = recorded["result"]["rows"]
+    return recorded, {each["way"]: each for each in rows if each["layers"] == LAYERS}
+
+
 def readme() -> str:
     """README.md with the numbers of the recorded starts."""
-    recorded = json.loads((DOCS.parent / "benchmarks/starts-cpu.json").read_text())
-    rows = {each["way"]: each for each in recorded["result"]["rows"] if each["layers"] == LAYERS}
+    recorded, rows = _starts()
     before = [each["import_torch"] + each["model"] for each in rows.values()]
     table = [
         f"Seconds from a model of {LAYERS} layers that is built until it can serve, on"
@@ -188,7 +194,68 @@ def _seconds(row: dict[str, Any] | None) -> str:
     return f"{row['ready']:.1f}" if row["ready"] > 1 else f"{row['ready']:.2f}"
 
 
-PAGES = {"config.md": config_page, "api.md": api_page, "../README.md": readme}
+PARTS_OF_A_START = {
+    "import torch": ("import_torch",),
+    "build the model": ("model",),
+    "trace and split": ("trace", "split"),
+    "compile": ("compile",),
+    "load the bundle": ("look_up", "load"),
+    "other": (),
+}
+SERVED = {"served": 'piecegraph, cold, with bundle="serve"'}
+WIDTH, LEFT, BAR = 880, 370, 26
+
+
+def starts_picture() -> str:
+    """The recorded starts as bars, readable on light and dark pages."""
+    recorded, rows = _starts()
+    titles = {**STARTS, **SERVED}
+    shown = {way: rows[way] for way in titles if way in rows}
+    ends = {way: row["import_torch"] + row["model"] + row["ready"] for way, row in shown.items()}
+    scale = (WIDTH - LEFT - 70) / max(ends.values())
+    lines = []
+    for place, (way, row) in enumerate(shown.items()):
+        y, x = 34 + place * BAR, float(LEFT)
+        title = titles[way].replace("`", "")
+        lines.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{title}</text>')
+        known = [sum(row.get(name) or 0.0 for name in names) for names in PARTS_OF_A_START.values()]
+        for number, seconds in enumerate([*known[:-1], max(0.0, ends[way] - sum(known))]):
+            width = seconds * scale
+            lines.append(
+                f'<rect class="p{number}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="18"/>'
+            )
+            x += width
+        lines.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{ends[way]:.1f} s</text>')
+    for number, name in enumerate(PARTS_OF_A_START):
+        x = 20 + number * 142
+        lines.append(f'<rect class="p{number}" x="{x}" y="8" width="12" height="12"/>')
+        lines.append(f'<text x="{x + 18}" y="18">{name}</text>')
+    height = 44 + len(shown) * BAR + 18
+    lines.append(
+        f'<text x="20" y="{height - 12}">Seconds from the start of the process until it can serve,'
+        f" {LAYERS} layers, {recorded['machine']['cores']} CPU cores, {recorded['date']}</text>"
+    )
+    return STYLED.format(width=WIDTH, height=height, body="\n".join(lines))
+
+
+STYLED = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"\
+ height="{height}" font-family="sans-serif" font-size="13" role="img">
+<style>
+svg {{ background: #fff }} text {{ fill: #223 }}
+.p0 {{ fill: #9aa5b8 }} .p1 {{ fill: #c3cad6 }} .p2 {{ fill: #6aa84f }}
+.p3 {{ fill: #3d85c6 }} .p4 {{ fill: #e69138 }} .p5 {{ fill: #8e7cc3 }}
+@media (prefers-color-scheme: dark) {{ svg {{ background: #14171f }} text {{ fill: #dde3ee }} }}
+</style>
+{body}
+</svg>
+"""
+
+PAGES = {
+    "config.md": config_page,
+    "api.md": api_page,
+    "../README.md": readme,
+    "starts.svg": starts_picture,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

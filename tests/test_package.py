@@ -77,7 +77,7 @@ def generator() -> Any:
     return module
 
 
-@pytest.mark.parametrize("page", ["config.md", "api.md", "../README.md"])
+@pytest.mark.parametrize("page", ["config.md", "api.md", "../README.md", "starts.svg"])
 def test_generated_docs_are_up_to_date(page):
     """Run `python docs/generate.py` after a change of docstrings, settings or public names."""
     assert (ROOT / "docs" / page).read_text() == generator().PAGES[page]()

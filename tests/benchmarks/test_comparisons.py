@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from piecegraph.benchmarks import prepare, step
+from piecegraph.benchmarks import prepare, serving, step
 from piecegraph.benchmarks.__main__ import main
 from piecegraph.benchmarks.ratios import ratios_section
 from piecegraph.tools.report.sections import as_terminal
@@ -90,13 +90,13 @@ def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_pat
 
 
 def test_a_plot_that_cannot_be_is_refused_before_the_benchmark_runs(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(prepare, "run", lambda *_: pytest.fail("it ran"))
-    assert main(["prepare", "--plot", "-"]) == 2
+    monkeypatch.setattr(serving, "measure_engine", lambda *_: pytest.fail("it ran"))
+    assert main(["serve", "--plot", "-"]) == 2
     assert "no file can be written there" in capsys.readouterr().err
-    assert main(["prepare", "--json", f"{tmp_path}/x.png", "--plot", f"{tmp_path}/x.png"]) == 2
+    assert main(["serve", "--json", f"{tmp_path}/x.png", "--plot", f"{tmp_path}/x.png"]) == 2
     assert "asks for goes there already" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["prepare", "--plot", str(tmp_path / "x.png")]) == 2
+    assert main(["serve", "--plot", str(tmp_path / "x.png")]) == 2
     assert not list(tmp_path.iterdir())
 
 

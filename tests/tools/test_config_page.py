@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "config.md").read_text()
 PARTS: dict[Any, str] = {piecegraph.Config: PAGE.partition("## Objects")[0]} | {
     getattr(piecegraph, name): text
-    for name, text in re.findall(r"^\| \*\*`.*?(\w+)\(\.\.\.\).*?$(.*?)(?=^\| \*\*|\Z)", PAGE, re.M | re.S)
+    for name, text in re.findall(
+        r"^\| \*\*`.*?(\w+)\(\.\.\.\).*?$(.*?)(?=^\| \*\*|\Z)", PAGE, re.M | re.S
+    )
 }
 """The rows of each class of settings."""
 

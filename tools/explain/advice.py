@@ -89,7 +89,7 @@ def _guards(facts: Facts) -> Advice:
 
 def _without_graph(facts: Facts) -> Advice:
     total = sum(row["count"] for row in facts["reasons"])
-    for row in facts["reasons"]:
+    for row in () if facts["remarks"]["steps"] else facts["reasons"]:  # which say it already
         if row["mode"] == "NONE" and row["count"] > MANY_WITHOUT * total and total >= ENOUGH_STEPS:
             yield (
                 f"{row['count']} of {total} steps ran without a graph: {row['reason']}",
