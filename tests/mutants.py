@@ -52,7 +52,7 @@ BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.p
 POOL = "compile/backends/workers.py"
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
-PROOF, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "row_trials"))
+PROOF, RUNS, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "step_runs", "row_trials"))
 COVERAGE, COVERED = "runtime/parts/proof/coverage.py", "tests/runtime/test_proof_coverage.py"
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
@@ -394,8 +394,8 @@ MUTANTS = [
      f"{PADDED} -k slots"),
     (TRIALS, "extreme=True, moved=True)) if pads", "extreme=True)) if pads",
      f"{PADDED} -k slots"),
-    (PROOF, "step.attributes.restore()", "pass", f"{LIVE}/test_shadow.py -k sees_python"),
-    (PROOF, "            if not repairs:\n                held.restore()",
+    (RUNS, "step.attributes.restore()", "pass", f"{LIVE}/test_shadow.py -k sees_python"),
+    (RUNS, "            if not repairs:\n                held.restore()",
      "            pass",
      f"{LIVE}/test_shadow.py -k sees_python"),
     (PROOF, "(is_covered and coverage.left > 0)", "coverage.left > 0",
@@ -407,6 +407,7 @@ MUTANTS = [
      f"{LIVE}/test_shadow.py -k tenth"),
     (PROOF, "self._waits and not is_overdue", "self._waits",
      f"{LIVE}/test_shadow.py -k even_while"),
+    (PROOF, "part.refreshing()", "pass", f"{LIVE}/test_shadow.py -k says_what"),
     (PROOF, "synchronize()  # a copy", "pass  # a copy",
      "tests/tools/test_overlap.py -k changes_no_token"),
     (BATCH, ", **held}", "}", f"{PADDED} -k loose"),

@@ -336,7 +336,8 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
 
     `difference` and `tolerance` are relative to the largest element of the row, in units of its
     dtype's precision; `difference` is None for what has no distance: another shape, a NaN, memory
-    that only one wrote. `file` has the step.
+    that only one wrote. `file` has the step. `changed` is what is known not to be any more as code
+    or graph rely on.
     """
 
     metrics = (
@@ -355,6 +356,7 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     out_of_service: str
     graphs: list[str]
     file: str | None
+    changed: str
 
 
 def _executables(captures: Sequence[CaptureRecord]) -> dict[str, dict[str, int]]:

@@ -109,7 +109,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     ),
     "shadow.stopped": ("no further step is proved: {reason} {detail}", BISECT),
     "shadow.wrong": (
-        "a {mode} step of {num_tokens} tokens was wrong: {out_of_service} left service",
+        "a {mode} step of {num_tokens} tokens was wrong: {out_of_service} left service {changed}",
         "Run `piecegraph bisect --replay {file}`.",
     ),
     "warmup.skipped": ("warm-up of {kind} was left out: {cost}", "Leave out skip={kind!r}."),

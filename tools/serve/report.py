@@ -301,6 +301,7 @@ def shadow_lines(shadow: Report | None) -> list[str]:
     return lines + [
         f"WRONG step of {wrong['num_tokens']} tokens ({wrong['mode']}): out of service:"
         f" {wrong['out_of_service']}; saved in {wrong['file']}"
+        + (f"; {wrong['changed']}" if wrong["changed"] else "")
         for wrong in shadow["wrong"]
     ]
 

@@ -259,14 +259,9 @@ def _differing(
     limit: Callable[[float], float],
     moved: Callable[[], _Outcome] | None,
 ) -> dict[str, Tensor]:
-    """The real rows, and the rows of state, that differ between two outcomes, by name."""
+    """The rows of state, and the real rows, that differ between two outcomes, by name. State comes
+    first: results that are made from it follow."""
     found = dict[str, Tensor]()
-    for name in dict.fromkeys([*one.rows, *other.rows]):
-        if name in one.rows and name in other.rows and name in alone.rows:
-            real = box(tuple(alone.rows[name].shape))
-            found[name] = _beyond(one.rows[name][real], other.rows[name][real], limit)
-        else:
-            found[name] = torch.ones(1, dtype=torch.bool)
     states = [each.state for each in (one, other, alone)]
     for name in dict.fromkeys([*one.state, *other.state]):
         before = next(state[name].before for state in states if name in state)
@@ -275,6 +270,12 @@ def _differing(
         if moved is not None and found[name].any():
             reserved = _after(moved().state, name, before) == model
             found[name] = _beyond(first, torch.where(reserved, first, second), limit)
+    for name in dict.fromkeys([*one.rows, *other.rows]):
+        if name in one.rows and name in other.rows and name in alone.rows:
+            real = box(tuple(alone.rows[name].shape))
+            found[name] = _beyond(one.rows[name][real], other.rows[name][real], limit)
+        else:
+            found[name] = torch.ones(1, dtype=torch.bool)
     return {name: rows for name, rows in found.items() if rows.any()}
 
 

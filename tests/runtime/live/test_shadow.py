@@ -24,7 +24,9 @@ from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import assemble
 from piecegraph.runtime.core.records import ShadowStopped, WrongStep
-from piecegraph.runtime.parts.proof.part import Cause, Stopped
+from piecegraph.runtime.parts.checks.model_check import ModelCheck
+from piecegraph.runtime.parts.proof.cause import Cause
+from piecegraph.runtime.parts.proof.declared_writes import Stopped
 from piecegraph.tools.steps import load_steps
 
 from .conftest import HIDDEN, LiveServed, Model, Texts
@@ -114,6 +116,16 @@ class Gained(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.gain
+
+
+def test_a_wrong_step_says_what_changed(prepare_live, monkeypatch):
+    monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)  # its turn comes later
+    served = prepare_live(Gained(2.0), shadow=EACH)
+    served.prepared.capture()
+    assert run(served, 3)
+    served.model.gain = 3.0
+    assert run(served, 3)
+    assert the_wrong_step(served.prepared).changed == "model.gain: 2.0 -> 3.0"
 
 
 def test_a_stale_bundle_is_put_aside(prepare_live, monkeypatch):
