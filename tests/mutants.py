@@ -384,6 +384,8 @@ MUTANTS = [
      f"{LIVE}/test_row_mixing.py -k never_padded"),
     ("runtime/parts/proof/row_mixing.py", "if not decide or any(", "if False and any(",
      f"{PADDED} -k six"),
+    ("runtime/parts/proof/op_rows.py", "if one.shape != real.shape or beyond(", "if not beyond(",
+     f"{LIVE}/test_row_mixing.py -k never_padded"),
     (TRIALS, "(found := self.differs(first, size))", "False",
      f"{PADDED} -k kernel"),
     (TRIALS, "(found := self.differs(end, first))", "False",

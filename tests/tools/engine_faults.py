@@ -32,7 +32,8 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Planted:
-    """`names` are texts of which one says the true cause; `true` are words of FALSE that hold."""
+    """`names` are texts of which one says the true cause; none if no tool does. `true` are words of
+    FALSE that hold."""
 
     what: str
     plant: Callable[[Patch], list[str] | None]
@@ -355,9 +356,9 @@ FAULTS = [
     Planted("the model scales by what drafts were accepted", acceptance_in_the_model,
             ("acceptance",)),
     Planted("an adapter is assigned", adapter_assigned, ("q_proj.down",), "moved"),
-    Planted("ranks are taken in another order", peers_reordered, ("PEERS",)),
+    Planted("ranks are taken in another order", peers_reordered, ()),  # no tool names it
     Planted("positions are int32", positions_in_int32, ("positions",)),
-    Planted("metadata is rewritten too early", metadata_rewritten_too_early, ("rewritten", "metadata.py")),
+    Planted("metadata is rewritten too early", metadata_rewritten_too_early, ("metadata.py",)),
     Planted("all weights are assigned", weights_assigned, ("weight",), "moved"),
     Planted("an op keeps prefixes in Python", prefix_kept_in_python,
             ("paged_attention", "fault"), "how many rows"),
@@ -375,6 +376,15 @@ class Seen:
     @property
     def line(self) -> str:
         return self.text.splitlines()[-1]
+
+    def names(self, fault: Planted) -> bool:
+        """Whether the cause is named."""
+        return any(name in self.text for name in fault.names)
+
+    def false(self, fault: Planted) -> list[str]:
+        """Causes that are named and are none."""
+        line = self.line.replace("(padded to", "").replace("call refresh() to", "")
+        return [word for word in FALSE if word in line and word not in fault.true]
 
 
 def look(fault: Planted) -> Seen:
@@ -404,6 +414,7 @@ if __name__ == "__main__":
         if only not in fault.what:
             continue
         seen = look(fault)
-        named = any(name in seen.text for name in fault.names)
-        false = [word for word in FALSE if word in seen.line and word not in fault.true]
-        print(f"| {fault.what} | {seen.found} | {seen.line} | {named} | {false} |", flush=True)
+        print(
+            f"| {fault.what} | {seen.found} | {seen.line} | {seen.names(fault)} |"
+            f" {seen.false(fault)} |", flush=True,
+        )  # fmt: skip

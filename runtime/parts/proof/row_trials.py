@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import differences, precision
+from ....compile.guards.tolerance import beyond
 from ....compile.ir.config import TOKENS
-from ....compile.ir.locations import op_line
 from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
 from ...core.preserved import SavedMemory
-from .without_breaks import MIXING, Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
+from .op_rows import OpRows
+from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
 """By label."""
@@ -27,7 +26,6 @@ Found = tuple[str, str | None]
 """The name of a result or of state that padding changes, and the user's line."""
 
 _SEEDS = (0, 1, 2)
-_ANY = re.compile("")
 
 
 def same_size(eps: float) -> float:
@@ -88,7 +86,7 @@ class Trials:
             depends = _differing(alone, first, second, same_size, moved)
             return _differing(alone, alone, first, other_size, moved) | depends
 
-        return self._confirmed(test)
+        return self._confirmed(test, real, padded)
 
     def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
         """Sizes beyond which batches must not be padded: below `size`, for a batch of `first`
@@ -129,12 +127,14 @@ class Trials:
             whole = self._run(seed, real, size, extreme=True)
             return _differing(alone, alone, whole, limit, self._moved(seed, real, size))
 
-        return self._confirmed(test)
+        return self._confirmed(test, real, size)
 
     def _at(self, num_tokens: int) -> Sizes:
         return {**any_sizes(self.compiled.plan), TOKENS: num_tokens}
 
-    def _confirmed(self, test: Callable[[int], dict[str, Tensor]]) -> Found | None:
+    def _confirmed(
+        self, test: Callable[[int], dict[str, Tensor]], real: Sizes, padded: Sizes
+    ) -> Found | None:
         """The first name for which a row differs whatever the inputs are."""
         common: dict[str, Tensor] | None = None
         for seed in _SEEDS:
@@ -147,12 +147,18 @@ class Trials:
             common = rows
         assert common
         name = next(iter(common))
-        text = self.compiled.plan.pieces[self.piece].text
-        if self.untraced is not None:
-            name, where = self.untraced.named.get(name, (name, self.untraced.mixes_at))
-            return name, where or op_line(text, MIXING)
-        written = re.compile(re.escape(name.replace(".", "_")) + r"_?(\.\w+_\(|\[)")
-        return name, op_line(text, written) or op_line(text, MIXING) or op_line(text, _ANY)
+        if self.untraced is not None and name in self.untraced.named:
+            return self.untraced.named[name]
+        return name, self._mixed_at(real, padded)
+
+    def _mixed_at(self, real: Sizes, padded: Sizes) -> str | None:
+        """The user's line of the first op whose rows depend on padding; None if none is found."""
+        source = self.compiled.plan.pieces[self.piece].text if self.untraced is None else ""
+        alone, whole = OpRows(source), OpRows(source)
+        with suppress(Exception):  # the source of a piece may not run as it is
+            self._run(_SEEDS[0], real, real, ops=alone)
+            self._run(_SEEDS[0], real, padded, extreme=True, ops=whole)
+        return alone.first_difference(whole, other_size) or alone.written_at
 
     def _moved(self, seed: int, real: Sizes, padded: Sizes) -> Callable[[], _Outcome] | None:
         """The padded run with padding that points to a real row, if the user states where padding
@@ -183,9 +189,18 @@ class Trials:
         return rows.to(self.device), extreme_rows(rows, symbolic).to(self.device)
 
     def _run(
-        self, seed: int, real: Sizes, padded: Sizes, extreme: bool = False, moved: bool = False
+        self,
+        seed: int,
+        real: Sizes,
+        padded: Sizes,
+        extreme: bool = False,
+        moved: bool = False,
+        ops: OpRows | None = None,
     ) -> _Outcome:
-        """On inputs of `padded` sizes, of which those beyond the `real` ones are padding."""
+        """On inputs of `padded` sizes, of which those beyond the `real` ones are padding.
+
+        `ops` sees each operator.
+        """
         plan, weights = self.compiled.plan, self.compiled.weights
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
@@ -211,10 +226,11 @@ class Trials:
         before = {name: tensors[name].clone() for name in written}
         if self.untraced is None:
             with CheckedOps() if real == padded else nullcontext():  # type: ignore[no-untyped-call]
-                names, results, state = self._of_piece(args, pointers, padded)
+                names, results, state = self._of_piece(args, pointers, padded, ops)
         else:
             forms = self._forms.get(real[TOKENS]) if extreme else None
-            results, state = self.untraced.run(args, pointers, forms)
+            with ops or nullcontext():
+                results, state = self.untraced.run(args, pointers, forms)
             names = [*self.step.outs, *self.untraced.arguments]
             if real == padded:
                 self._forms[real[TOKENS]] = self.untraced.forms
@@ -232,7 +248,7 @@ class Trials:
         return _Outcome(tensor_results, state)
 
     def _of_piece(
-        self, args: list[Any], pointers: list[Tensor], sizes: Sizes
+        self, args: list[Any], pointers: list[Tensor], sizes: Sizes, ops: OpRows | None
     ) -> tuple[list[str], list[Any], dict[str, WrittenMemory]]:
         """The results of the compiled piece by name, and the weights that it writes."""
         plan, weights = self.compiled.plan, self.compiled.weights
@@ -240,7 +256,8 @@ class Trials:
         span = next(span for span in plan.ranges if sizes[TOKENS] <= span.high)
         memory = SavedMemory([weights[target] for target in kept], pointers, check=True)
         try:
-            results = self.compiled.pieces[span.artifacts[self.piece]](args)
+            code = self.compiled.pieces[span.artifacts[self.piece]]
+            results = code(args) if ops is None else ops.interpreted(args)
             results = [one.clone() if isinstance(one, Tensor) else one for one in results]
             after = memory.now().values()
         finally:
@@ -266,14 +283,14 @@ def _differing(
     for name in dict.fromkeys([*one.state, *other.state]):
         before = next(state[name].before for state in states if name in state)
         first, second, model = (_after(state, name, before) for state in states)
-        found[name] = _beyond(first, second, limit)
+        found[name] = beyond(first, second, limit)
         if moved is not None and found[name].any():
             reserved = _after(moved().state, name, before) == model
-            found[name] = _beyond(first, torch.where(reserved, first, second), limit)
+            found[name] = beyond(first, torch.where(reserved, first, second), limit)
     for name in dict.fromkeys([*one.rows, *other.rows]):
         if name in one.rows and name in other.rows and name in alone.rows:
             real = box(tuple(alone.rows[name].shape))
-            found[name] = _beyond(one.rows[name][real], other.rows[name][real], limit)
+            found[name] = beyond(one.rows[name][real], other.rows[name][real], limit)
         else:
             found[name] = torch.ones(1, dtype=torch.bool)
     return {name: rows for name, rows in found.items() if rows.any()}
@@ -282,12 +299,6 @@ def _differing(
 def _after(state: Mapping[str, WrittenMemory], name: str, before: Tensor) -> Tensor:
     """What memory holds after a run, which may not have written it."""
     return state[name].after if name in state else before
-
-
-def _beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:
-    """The rows that differ by more than the limit."""
-    eps = precision(one.dtype) if one.dtype.is_floating_point or one.dtype.is_complex else 1.0
-    return differences(one, other) * eps > limit(eps)
 
 
 def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:

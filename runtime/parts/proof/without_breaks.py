@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +26,6 @@ from ...capture.breaks import WITHOUT_BREAKS
 from ...core.preserved import WHOLE, SavedMemory
 
 Shape = tuple[int, ...]
-
-MIXING = re.compile(
-    r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
-    r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
-)
 
 
 @dataclass
@@ -64,8 +58,6 @@ class WithoutBreaks:
         """Of each tensor that breaks returned or wrote."""
         self.named: dict[Any, tuple[str, str | None]] = {}
         """The name of memory that was written, and the user's line that wrote it."""
-        self.mixes_at: str | None = None
-        """The user's line of the first op that may mix rows."""
 
     def run(
         self, args: list[Any], pointers: list[Tensor], real: list[Shape] | None
@@ -76,7 +68,7 @@ class WithoutBreaks:
         With the forms of what breaks return for the `real` rows, the rest of that is extreme
         padding. `pointers`: see `SavedMemory`.
         """
-        self._made = _Made(self._key, args, pointers, self._saw_op)
+        self._made = _Made(self._key, args, pointers)
         self.arguments, self._given, self.forms, self._real = [], list[Tensor](), [], real
         token = WITHOUT_BREAKS.set(self)
         try:
@@ -134,17 +126,11 @@ class WithoutBreaks:
         at = len(self.forms)
         values = torch.sin(torch.as_tensor(position) + at).add(1.5).expand(like.shape)
         values = (values if like.dtype.is_floating_point else values > 1.5).to(like.dtype)
-        if self._real is not None and at < len(self._real):
-            real = box(self._real[at])
-            padded = extreme_rows(values, range(values.dim()))
-            padded[real] = values[real]
-            values = padded
         self.forms.append(tuple(like.shape))
-        return values.to(like.device)
-
-    def _saw_op(self, op: OpOverload) -> None:
-        if self.mixes_at is None and MIXING.search(f".{op.overloadpacket.__name__}("):
-            self.mixes_at = user_line()
+        real = self._real[at] if self._real is not None and at < len(self._real) else like.shape
+        padded = extreme_rows(values, range(values.dim()))
+        padded[box(tuple(real))] = values[box(tuple(real))]
+        return padded.to(like.device)
 
 
 class _Made(TensorTracker):
@@ -156,17 +142,14 @@ class _Made(TensorTracker):
         device: str,
         args: list[Any],
         pointers: list[Tensor],
-        saw: Callable[[OpOverload], None],
     ) -> None:
         super().__init__(device, Ownership())
         self._pointers = pointers
-        self._saw = saw
         self.written: dict[Any, tuple[Tensor, SavedMemory, str | None]] = {}
         for tensor in tensors_in(args):
             self.ownership.make(tensor)
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        self._saw(func)
         for tensor in written_by(func, args, kwargs):
             if not self.ownership.is_made(tensor):
                 self.save(tensor)

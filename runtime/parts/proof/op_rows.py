@@ -1,0 +1,79 @@
+"""What each operator of a run gives: the first one whose real rows depend on padding is where rows
+mix. Compiled code is not seen op by op, the source of its piece is."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....compile.guards.tolerance import beyond
+from ....compile.ir.locations import user_line
+from ....compile.ir.ops import tensors_in, written_by
+from ....torch_compat.basics.ops import is_mutable
+from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
+
+_SOURCE = "<source of a piece>"
+_PLACE = re.compile(r"# (?:File: )?(\S+:\d+) in ")
+
+
+class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of each operator, and the user's line: of the source of a piece, if it is
+    stated, by its comments."""
+
+    def __init__(self, source: str = "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[tuple[str | None, list[Tensor]]] = []
+        self.written_at: str | None = None
+        """The line of the first op that writes to an argument of the piece."""
+        self._source = source
+        self._given = set[int]()
+        self._places = list(_places(source))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        where = self._place() if self._source else user_line()
+        written = written_by(func, args, kwargs or {}) if is_mutable(func) else ()
+        if self.written_at is None and not self._given.isdisjoint(map(storage_id, written)):
+            self.written_at = where
+        self.ops.append((where, [tensor.clone() for tensor in tensors_in(result)]))
+        return result
+
+    def interpreted(self, args: list[Any]) -> Any:
+        """Run the source of the piece."""
+        self._given = set(map(storage_id, tensors_in(args)))
+        names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+        exec(compile(self._source, _SOURCE, "exec"), names)
+        with self:
+            return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
+
+    def first_difference(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
+        """The line of the first op of which a row is another one in the padded run."""
+        for (where, alone), (_, rows) in zip(self.ops, padded.ops, strict=False):
+            for one, other in zip(alone, rows, strict=False):
+                if one.dim() == other.dim():
+                    real = other[tuple(slice(size) for size in one.shape)]
+                    if one.shape != real.shape or beyond(one, real, limit).any():
+                        return where
+        return None
+
+    def _place(self) -> str | None:
+        frame = sys._getframe()
+        while frame.f_code.co_filename != _SOURCE:
+            if frame.f_back is None:
+                return None
+            frame = frame.f_back
+        return self._places[frame.f_lineno - 1]
+
+
+def _places(source: str) -> Iterator[str | None]:
+    place = None
+    for line in source.splitlines():
+        if found := _PLACE.search(line):
+            place = found[1]
+        yield place
