@@ -390,7 +390,7 @@ MUTANTS = [
      f"{PADDED} -k kernel"),
     (TRIALS, "(found := self.differs(end, first))", "False",
      f"{PADDED} -k uncaptured"),
-    (TRIALS, "found[name] = _beyond(first, second, limit)",
+    (TRIALS, "found[name] = beyond(first, second, limit)",
      "found[name] = torch.zeros(1)", f"{PADDED} -k expert"),
     (TRIALS, "if moved is not None and found[name].any():", "if False:",
      f"{PADDED} -k slots"),
