@@ -52,12 +52,6 @@ def differences(expected: Any, got: Any) -> Tensor:
     return torch.cat([torch.zeros(0).double(), *_differences(expected, got)])
 
 
-def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:
-    """The rows that differ by more than the limit, which depends on the precision of the dtype."""
-    eps = precision(one.dtype) if one.dtype.is_floating_point or one.dtype.is_complex else 1.0
-    return differences(one, other) * eps > limit(eps)
-
-
 def _differences(expected: Any, got: Any) -> list[Tensor]:
     """By result."""
     wanted, given = tree_leaves(expected), tree_leaves(got)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import beyond
+from ....compile.guards.tolerance import differences, precision
 from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....torch_compat.basics.ops import is_mutable
@@ -69,6 +69,12 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             frame = frame.f_back
         return self._places[frame.f_lineno - 1]
+
+
+def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:
+    """The rows that differ by more than the limit, which depends on the precision of the dtype."""
+    eps = precision(one.dtype) if one.dtype.is_floating_point or one.dtype.is_complex else 1.0
+    return differences(one, other) * eps > limit(eps)
 
 
 def _places(source: str) -> Iterator[str | None]:

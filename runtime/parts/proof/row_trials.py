@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import beyond
 from ....compile.ir.config import TOKENS
 from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
 from ...core.preserved import SavedMemory
-from .op_rows import OpRows
+from .op_rows import OpRows, beyond
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
