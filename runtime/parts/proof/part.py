@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....compile.guards.tolerance import differences, excess
 from ....compile.ir.locations import first_line
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, Decision
@@ -275,9 +274,9 @@ class ProofPart(Part):
             expected = runs.again(step)
             got = runs.compared(step, results, step.before, step.after)
             if not self._steady:
-                self._steady = not bool(differences(expected, runs.again(step)).any())
+                self._steady = runs.is_repeated(step, expected)
                 verdict["unsteady"] = not self._steady
-            wrong = excess(expected, got, lambda: runs.again(step)) if self._steady else None
+            wrong = runs.excess(step, expected, got) if self._steady else None
             if wrong is not None:
                 cause, graphs = find_cause(runs, step, expected, self._steps.code.compiled.traced)
                 apart = wrong.difference if isfinite(wrong.difference) else None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import excess
+from ....compile.guards.tolerance import differences, excess
 from ....compile.held_values import HeldValues
 from ....compile.ir.ops import tensors_in
 from ....dispatch import NO_GRAPH, BatchDescriptor, Decision, Reason, RuntimeMode
@@ -108,6 +108,14 @@ class StepRuns:
         modules = dict(self._steps.code.compiled.model.named_modules())
         return HeldValues(modules | {f"layers[{name!r}]": each for name, each in layers})
 
+    def excess(self, step: KeptStep, expected: Any, got: Any) -> Any:
+        """How far a run is from the model beyond what rounding does; None if it is not."""
+        return excess(expected, got, lambda: self.again(step))
+
+    def is_repeated(self, step: KeptStep, expected: Any) -> bool:
+        """Whether another run of the model gives the same, bit for bit."""
+        return not bool(differences(expected, self.again(step)).any())
+
     def again(self, step: KeptStep) -> Any:
         """The uncompiled model on the real rows."""
         return self.compared(step, *self.run(step, MODEL))
@@ -188,7 +196,7 @@ class StepRuns:
         try:
             results, before, after = self.run(step, way)
             got = self.compared(step, real_rows(results, expected[0]), before, after)
-            return excess(expected, got, lambda: self.again(step)) is None
+            return self.excess(step, expected, got) is None
         except Exception:
             return False
 
