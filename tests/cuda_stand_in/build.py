@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -26,8 +26,7 @@ libcublasLt.so.13 { global: cublasLt*; };
 
 def headers() -> Path:
     """The folder of CUDA headers that the triton wheel ships."""
-    packages = Path(sysconfig.get_paths()["purelib"])
-    found = packages / "triton" / "backends" / "nvidia" / "include"
+    found = _package("triton") / "backends" / "nvidia" / "include"
     if not (found / "cuda_runtime_api.h").exists():
         sys.exit(f"no CUDA headers in {found}: install a CUDA build of torch")
     return found
@@ -35,7 +34,12 @@ def headers() -> Path:
 
 def toolkit_headers() -> Path:
     """The folder of headers of cuBLAS and of nvidia-cuda-cccl, which CUDA's own headers include."""
-    return Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "include")
+    return _package("nvidia") / "cu13" / "include"
+
+
+def _package(name: str) -> Path:
+    spec = find_spec(name)
+    return Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path(name)
 
 
 def build() -> None:

@@ -46,6 +46,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "FULL, temperature": {"mode": "full-decode-only", "temperature": "0.7"},
     "FULL, LoRA": {"mode": "full-decode-only", "lora": 2},
     "FULL, drafts": {"mode": "full-decode-only", "speculate": 2},
+    "FULL, DELAYED": {"mode": "full-decode-only", "strategy": "delayed"},
+    "FULL, defragmentation": {"mode": "full-decode-only", "defragment": 0},
+    "buckets": dict.fromkeys(("mode", "capture_sizes", "attention")) | {"buckets": "exponential"},
     "NONE": {"mode": "none"},
 }
 
@@ -128,7 +131,7 @@ def table() -> Iterator[tuple[str, tuple[int, ...]]]:
     have most graphs, and of WAITS the largest of any step."""
     yield from library_steps()
     for name, options in ENGINES.items():
-        for overlap in (False, True):
+        for overlap in (False,) if "buckets" in options else (False, True):
             steps = engine_steps(overlap, **options)
             graphs = max(step[0] for step in steps)
             alike = Counter(step for step in steps if step[0] == graphs)

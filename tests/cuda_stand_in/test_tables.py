@@ -30,7 +30,7 @@ def lines_of(table: str, of_this_version: str, *arguments: str) -> list[list[str
     return [line.strip("| ").split(" | ")[1:] for line in lines]
 
 
-def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch():
+def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch(stand_in):
     lines = lines_of("call_table", "FULL, 4 copied inputs")
     for step, _, kernels, memcpys, pageable, _, _, _, waits, _ in lines:
         assert (pageable, waits) == ("0", "0"), step
@@ -42,7 +42,7 @@ def test_no_step_waits_for_a_stream_and_inputs_are_copied_in_one_launch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["Llama", "biases", "parallel", "norms after"])
-def test_a_graph_of_pieces_has_no_more_nodes_a_layer_than_torch_compile(form: str) -> None:
+def test_a_graph_of_pieces_has_no_more_nodes_a_layer_than_torch_compile(form, stand_in):
     """One more in all: the angles of the positions, which each layer of the other computes."""
     ((_, of_torch_compile, of_pieces, copies),) = lines_of("node_table", form, form)
     assert int(of_pieces) <= int(of_torch_compile) + 1

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from ... import AuxiliaryTask
 from .block_manager import DUMP_BLOCK, BlockManager
 from .kv_cache import LayerCache
+from .metadata import uploaded
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Pairs that are swapped at once: a list of pairs is padded to one of these lengths."""
@@ -69,6 +68,7 @@ class Defragmenter:
     def _swap(self, pairs: Sequence[tuple[int, int]], size: int) -> None:
         """Swap the contents of pairs of blocks; padding swaps the dump block with itself."""
         padded = [*pairs, *[(DUMP_BLOCK, DUMP_BLOCK)] * (size - len(pairs))]
-        table = torch.tensor(padded, device=self._caches[0].device)
+        places = [place for pair in padded for place in pair]
+        table = uploaded(places, self._caches[0].device).view(-1, 2)
         for cache in self._caches:
             cache[table.flatten()] = cache[table.flip(1).flatten()]
