@@ -13,6 +13,7 @@ from ..config import Config
 from ..errors import InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.modules import allocated
+from ..torch_compat.basics.tensors import without_modes
 from .core.allowed_work import allow_compilation
 from .core.records import Records
 from .setup.request import compile_request
@@ -63,5 +64,5 @@ def build_libraries(
     from ..compile.ahead import compile_ahead as build  # imports the tracer
 
     config = resolve_config(config)
-    with allow_compilation(), gc_paused():
+    with without_modes(), allow_compilation(), gc_paused():
         return build(compile_request(model, config, records, examples, executor=executor))

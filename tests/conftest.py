@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import os
 import re
 import uuid
@@ -98,14 +97,6 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def _stop_monitors() -> None:
-    """An error that went through an operator is held by torch, and its frames hold their model: if
-    that is sealed and not closed, it would watch the thread of all later tests."""
-    for handler in tuple(logging.getLogger("torch.__trace").handlers):
-        if (monitor := getattr(getattr(handler, "_hear", None), "__self__", None)) is not None:
-            monitor.stop()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap() -> Iterator[None]:
     """Objects of earlier tests do not slow down garbage collection in later ones.
@@ -114,7 +105,6 @@ def frozen_heap() -> Iterator[None]:
     Each start of a model asks whether anything is frozen, and counting it takes 40 ms.
     """
     gc.collect()
-    _stop_monitors()
     if AS_SHIPPED:
         yield
         return

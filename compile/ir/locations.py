@@ -50,6 +50,19 @@ def first_line(error: BaseException) -> str:
     return f"{first.strip()}: {compiler}" if compiler else first.strip()
 
 
+def handled(error: Exception) -> str:
+    """Class and first line of an error that goes no further; its frames are dropped.
+
+    An op may keep the error that it raises, whose frames hold the model and what its callers hold.
+    """
+    text = f"{type(error).__name__}: {first_line(error)}"
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return text
+
+
 def graph_source(graph: GraphModule) -> str:
     """`graph` as Python source with dtypes, shapes and the user's lines as comments."""
     return _PLACE.sub(r"# \1", graph.print_readable(print_output=False))

@@ -12,6 +12,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
+from ...compile.ir.locations import handled
 from ...dispatch import DispatchPlan
 from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ..backends.protocol import GraphBackend
@@ -57,16 +58,17 @@ def record_on_all_ranks(
     """
     session.backend.wait()
     began, recording, reason = clock(), None, ""
-    handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
+    tried_again = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
     try:
         recording = record()
     except Exception as error:
         reason = str(error)
-        if not isinstance(error, handled):
+        if not isinstance(error, tried_again):
             session.agreement.outcome(0.0, 0, reason)
             raise
         if isinstance(error, CaptureOutOfMemory):
             session.recover()
+        handled(error)  # it goes no further
     session.backend.wait()  # its warm-up run keeps steps waiting, too
     num_bytes = recording.bytes if recording else 0
     outcome = session.agreement.outcome((clock() - began) * 1000, num_bytes, reason)

@@ -1,4 +1,4 @@
-"""Process-wide state of torch: the lock, cache variables, replacements."""
+"""Process-wide state of torch: the lock, cache variables, modes, replacements."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import threading
 from contextlib import nullcontext
 
 import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from piecegraph.torch_compat.basics import patch
+from piecegraph.torch_compat.basics.tensors import without_modes
+from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -97,3 +103,64 @@ def test_somebody_who_compiles_is_seen_from_another_thread():
             thread.start()
             thread.join()
     assert seen == [True, False]
+
+
+class Exported(nn.Module):
+    """Waits in the middle of its export, where modes of its own are hidden, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        with without_modes():
+            assert (torch.ones(1) - 1).item() == 0
+        self.inside.set()
+        assert self.go_on.wait(300)
+        return x * 2
+
+
+@pytest.mark.parametrize("hidden", [patch.own_export_modes, without_modes, unseen_by_other_threads])
+def test_an_export_in_another_thread_goes_on(hidden):
+    """`_disable_current_modes`, as when a tensor is printed, and sizes took its mode away."""
+    before, model, graphs = torch._ops.mode_stack_state_for_pre_dispatch, Exported(), []
+    size = ShapeEnv().create_unbacked_symint()
+
+    def export() -> None:
+        graphs.append(torch.export.export(model, (torch.ones(2),)).graph)
+
+    thread = threading.Thread(target=export)
+    thread.start()
+    assert model.inside.wait(300)
+    with hidden(), _disable_current_modes():
+        assert str(size + 1 == size) == "False"
+        model.go_on.set()
+        thread.join()
+    assert [node.name for node in graphs[0].nodes] == ["x", "add", "mul", "output"]
+    assert torch._ops.mode_stack_state_for_pre_dispatch is before
+
+
+def test_threads_leave_their_modes_of_export_in_any_order():
+    before = torch._ops.mode_stack_state_for_pre_dispatch
+    inside, go_on, own = threading.Event(), threading.Event(), []
+
+    def enter() -> None:
+        with patch.own_export_modes():
+            inside.set()
+            assert go_on.wait(300)
+            own.append(torch._ops.mode_stack_state_for_pre_dispatch())
+
+    thread = threading.Thread(target=enter)
+    with patch.own_export_modes():
+        thread.start()
+        assert inside.wait(300)
+        with patch.own_export_modes():
+            pass
+        own.append(torch._ops.mode_stack_state_for_pre_dispatch())
+    own.append(torch._ops.mode_stack_state_for_pre_dispatch())
+    go_on.set()
+    thread.join()
+    assert len(set(map(id, own))) == 3
+    assert own[1] is before() is torch._ops.mode_stack_state_for_pre_dispatch()
+    assert torch._ops.mode_stack_state_for_pre_dispatch is before

@@ -1,4 +1,4 @@
-"""State of torch that is process-wide: one lock, cache variables, temporary replacements."""
+"""State of torch that is process-wide: one lock, cache variables, modes, temporary replacements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 _lock = threading.RLock()
+_changing_modes = threading.Lock()
+
+EXPORT_MODES = "mode_stack_state_for_pre_dispatch"
+"""In `torch._ops`: gives the modes of `torch.export`. Torch keeps one stack for all threads."""
 
 FORK_S = 30.0
 """How long a fork waits until no thread is inside of a compiler: its locks and half of its work
@@ -78,7 +84,8 @@ def _after_fork(in_child: bool) -> None:
 
 def _compiler_locks() -> list[Any]:
     module = sys.modules.get("torch._dynamo.convert_frame")
-    return [lock for lock in (getattr(module, "compile_lock", None), _lock) if lock is not None]
+    locks = getattr(module, "compile_lock", None), _lock, _changing_modes
+    return [lock for lock in locks if lock is not None]
 
 
 os.register_at_fork(
@@ -96,3 +103,40 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+class _OfEachThread:
+    """A stack for each thread of `own`, and the one of torch for all others."""
+
+    def __init__(self, shared: Any) -> None:
+        self.shared = shared
+        self.own: dict[int, Any] = {}
+
+    def __call__(self) -> Any:
+        return self.own.get(threading.get_ident()) or self.shared()
+
+
+@contextmanager
+def own_export_modes() -> Iterator[None]:
+    """Let this thread see no mode of a `torch.export` in another thread.
+
+    Each operation on a symbolic size takes such a mode away for its time, and is a node of the
+    graph that the other thread exports. Torch prints a tensor in the same way.
+    """
+    thread, of_torch = threading.get_ident(), torch._ops
+    if thread in getattr(getattr(of_torch, EXPORT_MODES), "own", ()):
+        yield
+        return
+    with _changing_modes:
+        stack = getattr(of_torch, EXPORT_MODES)
+        if not isinstance(stack, _OfEachThread):
+            stack = _OfEachThread(stack)
+            setattr(of_torch, EXPORT_MODES, stack)
+        stack.own[thread] = type(stack.shared())()
+    try:
+        yield
+    finally:
+        with _changing_modes:
+            del stack.own[thread]
+            if not stack.own:
+                setattr(of_torch, EXPORT_MODES, stack.shared)

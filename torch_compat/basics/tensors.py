@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from torch.utils._pytree import (
 )
 
 from .devices import autocast_devices
+from .patch import own_export_modes
 
 __all__ = [
     "DataDependentOutputException",
@@ -202,9 +203,11 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """Run without dispatch modes."""
-    return _disable_current_modes()
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run without the dispatch modes of this thread; those of others stay."""
+    with own_export_modes(), _disable_current_modes():
+        yield
 
 
 def last_modes() -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-from ..basics.patch import replaced, somebody_compiles
+from ..basics.patch import own_export_modes, replaced, somebody_compiles
 from ..basics.settings import global_state
 
 REVERT = "_maybe_revert_all_patches"
@@ -36,7 +36,8 @@ def unseen_by_other_threads() -> Iterator[list[str]]:
     Torch's symbolic tracer replaces `Module.__call__` and `Module.__getattr__` while it runs, and
     code generation uses it. A module that another thread calls meanwhile would be traced. Dynamo
     takes back what such a tracer has replaced, and puts it there again after the trace: that of
-    another thread, which may have ended since, would stay for good.
+    another thread, which may have ended since, would stay for good. Modes of `torch.export` are of
+    the whole process, too: see `own_export_modes`.
     """
     thread, changes = threading.get_ident(), list[str]()
 
@@ -52,24 +53,26 @@ def unseen_by_other_threads() -> Iterator[list[str]]:
 
         return set_state
 
+    def only_there() -> AbstractContextManager[Any]:
+        return nullcontext() if threading.get_ident() == thread else revert()
+
+    revert: Any = getattr(symbolic_trace, REVERT, None)
+    setters = [
+        (random, "setstate"),  # torch 2.11
+        (torch.random, "set_rng_state"),
+        (torch.cuda, "set_rng_state"),
+        (torch, "set_default_dtype"),
+        (torch, "use_deterministic_algorithms"),
+    ]
+    replacements: list[tuple[Any, str, Any]] = [
+        *((owner, name, ignored_here(getattr(owner, name))) for owner, name in setters),
+        (symbolic_trace._Patcher, "patch_method", _patch_for_one_thread(thread, changes)),
+        *([(symbolic_trace, REVERT, only_there)] if revert is not None else []),
+    ]
     with ExitStack() as stack:
-        for owner, name in (
-            (random, "setstate"),  # torch 2.11
-            (torch.random, "set_rng_state"),
-            (torch.cuda, "set_rng_state"),
-            (torch, "set_default_dtype"),
-            (torch, "use_deterministic_algorithms"),
-        ):
-            stack.enter_context(replaced(owner, name, ignored_here(getattr(owner, name))))
-        patch = _patch_for_one_thread(thread, changes)
-        stack.enter_context(replaced(symbolic_trace._Patcher, "patch_method", patch))
-        if revert := getattr(symbolic_trace, REVERT, None):
-
-            def only_there() -> AbstractContextManager[Any]:
-                ours = threading.get_ident() == thread
-                return nullcontext() if ours else revert()
-
-            stack.enter_context(replaced(symbolic_trace, REVERT, only_there))
+        stack.enter_context(own_export_modes())
+        for replacement in replacements:
+            stack.enter_context(replaced(*replacement))
         yield changes
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....compile.ir.locations import first_line
+from ....compile.ir.locations import handled
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, Decision
 from ....errors import ModelChanged, SetUpOnFirstUse
@@ -211,7 +211,7 @@ class ProofPart(Part):
             except StateTooLarge:
                 skip = TOO_LARGE
             except Exception as error:
-                failure = f"{type(error).__name__}: {first_line(error)}"
+                failure = handled(error)
         self.coverage.spend(perf_counter() - began, is_overdue)
         results = run(*step)
         num_tokens = self._steps.context.num_tokens
@@ -287,7 +287,7 @@ class ProofPart(Part):
         except NotRepeatable as error:
             verdict["stop"] = [error.reason, error.detail]
         except Exception as error:
-            verdict["stop"] = [Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}"]
+            verdict["stop"] = [Stopped.FAILED, handled(error)]
         try:
             verdicts = step.ranks.finish(verdict)
         finally:
@@ -380,7 +380,7 @@ class ProofPart(Part):
             row = (step.args, step.kwargs, _batch(step), step.recorded)
             write_steps(file, [row], state)
         except Exception as error:  # metadata that pickle refuses, a full disk
-            self._records.events.emit("shadow.not_saved", reason=first_line(error))
+            self._records.events.emit("shadow.not_saved", reason=handled(error))
             return None
         return file
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ....compile.ir.config import TOKENS
-from ....compile.ir.locations import first_line
+from ....compile.ir.locations import handled
 from ....compile.ir.plan import PieceStep, Plan
 from ....compile.plan.compiled_model import CompiledModel
 from ....errors import OtherRowsWritten, ResultNotAsTraced
@@ -74,7 +74,7 @@ def find_mixed_rows(
         except (OtherRowsWritten, ResultNotAsTraced):
             raise
         except Exception as error:
-            failed[trial.piece] = f"{type(error).__name__}: {first_line(error)}"
+            failed[trial.piece] = handled(error)
             return None
 
     mixed = False

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ....compile.ir.locations import first_line
+from ....compile.ir.locations import handled
 from ....dispatch import Batch, Decision, RuntimeMode
 from ....errors import DummyStepFailed
 from ...capture.captures import Captures
@@ -127,7 +127,6 @@ class StrategiesPart(Part):
         except (DummyStepFailed, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as of a capture: ops may lack metadata
-            reason = f"{type(error).__name__}: {first_line(error)}"
             events = environment.records.events
-            events.emit("memory.unknown_step", level=logging.WARNING, reason=reason)
+            events.emit("memory.unknown_step", level=logging.WARNING, reason=handled(error))
             return 0

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class HostileEngine:
         self.ran: Counter[str] = Counter()
         self.errors: list[str] = []
         self._ends = threading.Event()
-        self._waiting, self.turn = threading.Event(), threading.Lock()
+        self._waiting, self._turn = threading.Event(), threading.Lock()
         self._linear, self._x = torch.nn.Linear(4, 4), torch.ones(2, 4)
         self._source = inspect.getsource(ast)
         self._calls: tuple[Callable[[], Any], ...] = (
@@ -56,6 +56,11 @@ class HostileEngine:
             self.changes_the_default_dtype, self.parses, self.traces_with_fx, self.exports,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="hostile-engine", daemon=True)
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """No call of its own is under way inside. A child that was forked has no engine."""
+        return self._turn if self._thread.is_alive() else nullcontext()
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -152,6 +153,10 @@ def test_w23_an_error_while_capturing_leaves_a_process_that_serves(serve, strate
     served.stage.fault = None
     served.prepared.seal()
     assert served.step(3).startswith("NONE")
+    prepared = weakref.ref(served.prepared)
+    del served  # the op's error lives on
+    gc.collect()
+    assert prepared() is None
 
 
 def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve: Callable[..., Any]) -> None:
