@@ -6,9 +6,13 @@ import re
 from typing import Any
 
 import torch
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+)
 from torch._dynamo.variables.lazy import LazyConstantVariable, LazyVariableTracker
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from .names import text
 from .reachable import CONTAINERS, knows_no_module, only_stores, reaches_only
