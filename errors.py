@@ -634,6 +634,14 @@ class StaleContext(RunError):
     )
 
 
+class ReadNotKept(RunError):
+    what = "{reader} read {fact} of the forward context inside a graph: {reason}"
+    todo = (
+        "Read what the graph needs in another way, or put the code into a splitting op, which "
+        "runs between graphs."
+    )
+
+
 class AllCapturesFailed(RunError):
     what = "all {count} captures failed; the first one: {reason}"
     todo = "If attention needs metadata, pass capture(metadata_for); else see the reason."

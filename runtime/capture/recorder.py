@@ -29,13 +29,14 @@ from torch import Tensor
 
 from ...compile.held_values import HeldValues
 from ...compile.ir.locations import user_line
-from ...errors import NestedCapture, WorkAfterSeal
+from ...errors import NestedCapture, ReadNotKept, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
+from .op_log import first_difference, ops_of
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
@@ -71,16 +72,17 @@ def record(
         session.agreement.before("the run before it")
         with regions_noted(recorder.note_region):
             fn(*inputs)
+        metadata.restore()  # a step has its own: what is derived from it is in the graph
+        recorder.choose_noting(fn, inputs, metadata.restore)
     except BaseException:
         ACTIVE.reset(token)
         raise
-    metadata.restore()  # as in a step, which has its own: what is derived from it is in the graph
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
         if session.backend.runs_python:  # its captures run the model's collectives
             session.agreement.before("the capture")
-        with recorder.as_on_a_device():
+        with recorder.as_on_a_device(), recorder.noted():
             outputs = recorder.in_context(fn)(*inputs)
         recorder.finish()
     except BaseException as error:
@@ -100,14 +102,29 @@ def record(
     return recording
 
 
+class Kept:
+    """How what Python reads is noted without a change of what it does, of one model."""
+
+    def __init__(self) -> None:
+        self.whole = False
+        """Whether objects are given as they are, and noted as a whole."""
+        self.compared = set[bool]()
+        """For graphs with breaks, and without: whether the operators of a run were compared."""
+
+
 class Notes(Protocol):
     """Notes what Python reads of a step while a graph is captured."""
+
+    kept: Kept
 
     def watch(self, context: ForwardContext) -> None:
         """Note what is read of `context`, between `open` and `close`."""
 
     def open(self) -> None: ...
     def close(self) -> None: ...
+
+    def reads(self) -> AbstractContextManager[Any]:
+        """Entered around the recording."""
 
     def finish(self) -> None:
         """The capture has ended: hold nothing of what was read."""
@@ -162,8 +179,51 @@ class Recorder:
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
         self._notes = notes
+        self._noted_run: Notes | None = None
+        """What notes a run that is no capture."""
         context = CURRENT.get()
         self._context = CaptureContext(context, notes) if context is not None else None
+
+    def choose_noting(
+        self, fn: Fn, inputs: tuple[Tensor, ...], restore: Callable[[], None]
+    ) -> None:
+        """At the first capture of a kind: note in a way in which the same operators run as without.
+
+        Raises ReadNotKept if there is none.
+        """
+        notes, context = self._notes, CURRENT.get()
+        if notes is None or context is None or self._has_regions:
+            return
+        if self.breaks in notes.kept.compared:
+            return
+
+        def run(noted: Fn | None = None) -> None:
+            self._forms.clear()
+            (noted or fn)(*inputs)
+            restore()
+
+        plain = ops_of(run)
+        while True:
+            self._noted_run = notes
+            try:
+                notes.open()
+                noted = ops_of(partial(run, self.in_context(fn)))
+                notes.close()
+            finally:
+                self._noted_run = None
+                notes.finish()
+            self._context = CaptureContext(context, notes)
+            where = first_difference(noted, run, plain)
+            if where is None:
+                break
+            if notes.kept.whole:
+                raise ReadNotKept(
+                    where=where, reader="Python", fact="what an object is",
+                    reason="while reads are noted it runs other operators than in a step",
+                )  # fmt: skip
+            notes.kept.whole = True
+            self._context = CaptureContext(context, notes)
+        notes.kept.compared.add(self.breaks)
 
     def note_region(self) -> None:
         """The warm-up run enters a region that the model compiles itself."""
@@ -175,6 +235,11 @@ class Recorder:
         if self._has_regions:
             return nullcontext()
         return self._session.backend.recording(lambda: self._open is not None)
+
+    def noted(self) -> AbstractContextManager[Any]:
+        """Note what is read of tensors, except in a model with regions, as above."""
+        seen = self._notes is not None and not self._has_regions
+        return self._notes.reads() if seen and self._notes is not None else nullcontext()
 
     def begin(self) -> None:
         """Open a graph."""
@@ -237,10 +302,14 @@ class Recorder:
     def _run(self, call: Callable[[], Any]) -> Any:
         """Run a splitting op."""
         self.in_op = True
+        if self._noted_run is not None:
+            self._noted_run.close()
         try:
             return call()
         finally:
             self.in_op = False
+            if self._noted_run is not None:
+                self._noted_run.open()
 
     def _run_in_capture(self, name: str, call: Callable[[], Any]) -> None:
         """Run a splitting op, and note the memory that it makes and leaves elsewhere than in its

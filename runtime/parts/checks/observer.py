@@ -6,8 +6,9 @@ methods are those of the object. What an attribute holds is observed when the at
 
 Of built-in containers all items are noted when they are handed out. Only for a dict and a
 SimpleNamespace, of which an engine may change what no graph reads, an equal one of a subclass is
-handed out that notes what is read of it, and that writes to the original, too. `type(x) is dict`
-is the one question to which it has another answer.
+handed out that notes what is read of it, and that writes to the original, too. Code that tells
+them apart, by `type(x) is dict`, is given the object itself, of which all is noted: see
+`Recorder.choose_noting`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from copy import copy
 from enum import Enum
 from functools import partial
 from threading import Lock, get_ident
-from types import BuiltinMethodType, MappingProxyType, MethodType, SimpleNamespace
-from typing import Any, Protocol
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    SimpleNamespace,
+)
+from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +41,10 @@ LEAVES = (
 
 _METHODS = (MethodType, BuiltinMethodType)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_ARRAY_FORM = ("dtype", "shape", "typecode", "format")
+"""Attributes of arrays of numpy and of the standard library."""
+_HASHES = (FunctionType, type(None))
+"""A class with one of these compares its objects in Python, or not by their content."""
 _READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
 """Attributes through which `vars` and `copy` read all others."""
 
@@ -49,6 +61,9 @@ class Noting(Protocol):
     def identity(self, path: str, value: Any) -> None:
         """Of an object that nothing else can compare."""
 
+    def refuse(self, path: str, reason: str) -> NoReturn:
+        """Of what no later step could be compared with. Raises ReadNotKept."""
+
     def bound(self, path: str, value: Any) -> None:
         """Of a number that may fall."""
 
@@ -60,8 +75,10 @@ class Observer:
     """Observes what this thread reads of `root` between `open` and `close`; the names of its
     attributes are the first parts of paths."""
 
-    def __init__(self, root: Any, noting: Noting) -> None:
+    def __init__(self, root: Any, noting: Noting, whole: bool = False) -> None:
+        """`whole`: nothing stands in for a dict, of which all is noted."""
         self._noting = noting
+        self._nothing_stands_in = whole
         self._thread = 0
         self._paths = {id(root): ""}
         self._stand_ins: dict[int, Any] = {}
@@ -108,7 +125,7 @@ class Observer:
             if name in getattr(kind, "graph_bounds", ()):
                 self._noting.bound(f"{path}.{name}", value)
                 return value
-            if isinstance(value, _METHODS) and value.__self__ in (obj, kind):
+            if isinstance(value, _METHODS) and (value.__self__ is obj or value.__self__ is kind):
                 return value  # what it reads is noted when it does
             if isinstance(obj, nn.Module) and not isinstance(value, Tensor | list | tuple):
                 return value  # the model's own, as globals of its code are
@@ -138,44 +155,82 @@ class Observer:
                 text = expression.format(path, key=self._noting.key(key))
                 self._noting.value(text, value)
 
+    def tensor_fact(self, tensor: Tensor, expression: str, args: Any, value: Any) -> None:
+        """`expression` of a tensor (`{}`), such as its shape, was read."""
+        with self._path_of(tensor, None) as path:
+            if path is not None:
+                keys = ", ".join(map(self._noting.key, args))
+                self._noting.value(f"{path}.{expression.format(keys)}", value)
+
     def _hand_out(self, path: str, value: Any) -> Any:
         """Note what `value` is; returns it, or what stands in for it."""
-        if id(value) in self._stand_ins:
-            self._noting.form(path, value)
-            return self._stand_ins[id(value)]
         noting, kind = self._noting, type(value)
+        known = self._paths.get(id(value))
         if isinstance(value, LEAVES):
             noting.value(path, value)
-        elif isinstance(value, Tensor) or id(value) in self._paths:
-            noting.form(path, value)
-        elif hasattr(value, "tobytes"):  # an array of numpy, which may not be installed
-            noting.value(f"{path}.tobytes()", value.tobytes())
+        elif isinstance(value, Tensor):
+            self._tensor(path, value)
+        elif known is not None and not isinstance(value, tuple):  # equal ones may be one
+            if path != known:
+                noting.value(f"({path} is {known})", True)
+            return self._stand_ins.get(id(value), value)
+        elif self._nothing_stands_in and (kind is dict or kind is SimpleNamespace):
+            self._keep(path, value)
+            self._whole(path, value)
         elif kind is dict or kind is SimpleNamespace:
             noting.form(path, value)
             made = ObservedDict(self, value) if kind is dict else ObservedNamespace(value)
             self._stand_ins[id(value)] = made
+            self._paths[id(value)] = path
             self._held.append(value)
             self._keep(path, made)
             return made
         elif isinstance(value, nn.Module):
             noting.identity(path, value)
             self._keep(path, value)
-        elif kind is partial:
-            noting.form(path, value)
-            noting.identity(f"{path}.func", value.func)
-            self._whole(f"{path}.args", value.args)
-            self._whole(f"{path}.keywords", value.keywords)
         elif isinstance(value, _CONTAINERS):
             noting.form(path, value)
             self._keep(path, value)
             return self._container(path, value)
-        elif self._keep(path, value):
-            noting.form(path, value)
-        elif getattr(kind, "__hash__", None) in (None, object.__hash__):
-            noting.identity(path, value)
         else:
-            noting.value(path, value)  # a date, a Decimal
+            self._opaque(path, value)
         return value
+
+    def _tensor(self, path: str, tensor: Tensor) -> None:
+        self._noting.form(path, tensor)
+        if not tensor.numel():  # no memory to compare: a step has no rows either
+            self._noting.value(f"{path}.numel()", 0)
+        if id(tensor) not in self._paths:
+            self._paths[id(tensor)] = path
+            self._held.append(tensor)
+            if tensor.__dict__:
+                self._attributes(path, tensor)
+
+    def _opaque(self, path: str, value: Any) -> None:
+        """Note an object of a class, or what C code has made."""
+        noting, kind = self._noting, type(value)
+        hashed: Any = kind.__hash__
+        if hasattr(kind, "tobytes"):  # an array of numpy, which may not be installed
+            noting.form(path, value)
+            for name in filter(partial(hasattr, kind), _ARRAY_FORM):
+                noting.value(f"{path}.{name}", getattr(value, name))
+            noting.value(f"{path}.tobytes()", value.tobytes())
+            return
+        observed = self._keep(path, value)
+        if hasattr(kind, "__next__") and not observed:
+            noting.refuse(path, f"a {kind.__name__}, which gives something else each time")
+        if kind is bytearray:
+            noting.value(f"bytes({path})", bytes(value))
+        elif isinstance(value, ref | partial):
+            noting.form(path, value)
+        elif not isinstance(hashed, _HASHES) and hashed is not object.__hash__:
+            noting.value(path, value)  # a date, a Decimal, a method: `==` of C code
+        elif observed:
+            noting.form(path, value)
+        else:
+            noting.identity(path, value)
+        for expression, part in _parts(value):
+            self._whole(f"{path}{expression}", part)
 
     def _attributes(self, path: str, obj: Any) -> None:
         """Note all attributes of an object, whose `__dict__` the reader is given."""
@@ -203,6 +258,11 @@ class Observer:
         if isinstance(container, Mapping):
             noting.value(f"[*{path}]", list(container))
             return [(f"{path}[{noting.key(key)}]", container[key]) for key in container]
+        if isinstance(container, Set):
+            path = f"[*{path}]"
+            if all(isinstance(each, LEAVES) for each in container):
+                noting.value(path, list(container))
+                return []
         noting.value(f"len({path})", len(container))
         return [(f"{path}[{at}]", item) for at, item in enumerate(container)]
 
@@ -218,12 +278,10 @@ class Observer:
     def _container(self, path: str, value: Any) -> Any:
         """Note all items; returns the container, or one with what stands in for its items."""
         kind = type(value)
-        if isinstance(value, Set):
-            self._noting.value(path, frozenset(value))
-            return value
         items = self._items(path, value)
         held = [self._hand_out(*each) for each in items]
-        if all(one is item for one, (_, item) in zip(held, items, strict=True)):
+        same = all(one is item for one, (_, item) in zip(held, items, strict=True))
+        if same or isinstance(value, Set):
             return value
         if isinstance(value, Mapping):
             filled = dict(zip(value, held, strict=True))
@@ -234,6 +292,21 @@ class Observer:
             made = kind._make(held) if hasattr(kind, "_make") else kind(held)
         self._stand_ins[id(value)] = made
         return made
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    """What code that is given an object of C code gets from it, each with its expression."""
+    if isinstance(value, partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, ref):
+        return [("()", value())]
+    if isinstance(value, _METHODS):
+        return [(".__self__", value.__self__)]
+    if not isinstance(value, FunctionType):
+        return []
+    cells = enumerate(value.__closure__ or ())
+    held = [(f".__closure__[{at}].cell_contents", cell.cell_contents) for at, cell in cells]
+    return [(".__dict__", vars(value)), (".__defaults__", value.__defaults__), *held]
 
 
 _LOCK = Lock()
@@ -318,6 +391,14 @@ class ObservedNamespace(SimpleNamespace):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SimpleNamespace, (), dict(vars(self))
 
+    def __repr__(self) -> str:
+        return repr(SimpleNamespace(**vars(self)))
+
+    def __eq__(self, other: object) -> Any:
+        return isinstance(other, SimpleNamespace) and vars(self) == vars(other)
+
+    __hash__ = None
+
 
 class ObservedDict(dict[Any, Any]):
     """Stands in for a dict: notes what is read of it, and writes to the original, too."""
@@ -371,6 +452,9 @@ class ObservedDict(dict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def copy(self) -> dict[Any, Any]:
         return dict(self)

@@ -24,6 +24,7 @@ from ....compile.ir.serialization import dtype_name
 from ....dispatch import PlanEntry, RuntimeMode
 from ....torch_compat.basics.tensors import writes_counted
 from ...capture.installed_graph import InstalledGraph
+from ...capture.recorder import Kept
 from ...core.check import Check, CheckStep
 from ...core.code import ModelCode
 from ...core.records import HostValues, UnwatchedTensors
@@ -79,6 +80,7 @@ class ChecksPart(Part):
         self._model: ModelCheck | None = None
         self._accepted = set[str]()
         self._written = set[str]()
+        self._kept = Kept()
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
         self._in_turn = not core.environment.backend.runs_python
@@ -154,7 +156,7 @@ class ChecksPart(Part):
         register_again(self._core.code.compiled.model)
 
     def notes(self) -> StepReads:
-        return StepReads()
+        return StepReads(self._kept)
 
     @contextmanager
     def around_recording(self, entry: PlanEntry) -> Iterator[None]:

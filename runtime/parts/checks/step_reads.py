@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
-from ....errors import StaleContext
+from ....errors import ReadNotKept, StaleContext
+from ...capture.recorder import Kept
 from ...forward_context import ForwardContext
 from .observer import Observer
 from .observer import __file__ as _OBSERVER
+from .tensor_reads import TensorReads
+from .tensor_reads import __file__ as _TENSOR_READS
 
-_OURS = (__file__, _OBSERVER, Mapping.get.__code__.co_filename)
+_OURS = (
+    *(__file__, _OBSERVER, _TENSOR_READS),
+    *(Mapping.get.__code__.co_filename, torch.overrides.__file__),
+)
 """Files whose functions stand between who reads and what notes it."""
 
 FACTS = "num_tokens, decision, metadata, layers"
@@ -46,7 +54,11 @@ class StepReads:
     every step. And in `graph_bounds`: a step may have less than the capture, not more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept | None = None) -> None:
+        self.kept = kept or Kept()
+        self._clear()
+
+    def _clear(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         """The tensors that were read, until the graph is in use."""
         self.names: dict[str, Any] = {}
@@ -59,6 +71,7 @@ class StepReads:
         """Of an identity in `_values` the object: while it lives no other has its identity."""
         self._places: dict[str, tuple[str, str]] = {}
         """By path: file:line and name of the function that reads it."""
+        self._refused: ReadNotKept | None = None
         self._observer: Observer | None = None
         self._differs: Callable[..., bool] | None = None
 
@@ -72,15 +85,23 @@ class StepReads:
 
     def watch(self, context: ForwardContext) -> None:
         """Observe what is read of `context`, between `open` and `close`."""
-        self._observer = Observer(context, self)
+        self._clear()
+        self._observer = Observer(context, self, self.kept.whole)
 
     def open(self) -> None:
         if self._observer is not None:
             self._observer.open()
 
+    def reads(self) -> AbstractContextManager[Any]:
+        """Entered around what is watched: notes what is read of tensors."""
+        return TensorReads(self._observer) if self._observer is not None else nullcontext()
+
     def close(self) -> None:
+        """Raises ReadNotKept, also if the op that read has gone on."""
         if self._observer is not None:
             self._observer.close()
+        if self._refused is not None:
+            raise self._refused
 
     def finish(self) -> None:
         """The capture has ended: hold nothing of what was read but what is compared."""
@@ -102,6 +123,12 @@ class StepReads:
     def identity(self, path: str, value: Any) -> None:
         self._objects[f"id({path})"] = value
         self.value(f"id({path})", id(value))
+
+    def refuse(self, path: str, reason: str) -> NoReturn:
+        self._is_new(path)
+        where, reader = self._places[path]
+        self._refused = ReadNotKept(where=where, reader=reader, fact=path, reason=reason)
+        raise self._refused
 
     def bound(self, path: str, value: Any) -> None:
         test = f"({path} <= {value!r})"
