@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,15 +15,20 @@ from .compile.ir.config import (
     CodeConfig,
     Codegen,
     CompileConfig,
+    Inputs,
     InputSpec,
     Partition,
     Tracing,
+    call_forms,
+    input_specs,
     named_object,
     shown,
 )
 from .dispatch import (
     DENSE_END,
+    FORM,
     AttentionSupport,
+    Axis,
     CaptureStrategy,
     DispatchPlan,
     GraphMode,
@@ -152,7 +157,7 @@ def check_choice(choices: Collection[str], setting: str, name: str, reason: str)
         raise InvalidSetting(name=setting, value=name, reason=reason, expected=expected)
 
 
-def without_tokens(inputs: dict[str, str]) -> InvalidSetting:
+def without_tokens(inputs: Inputs | tuple[Inputs, ...]) -> InvalidSetting:
     """The error for a model without an input that has the token dimension."""
     return InvalidSetting(
         name="inputs",
@@ -162,6 +167,19 @@ def without_tokens(inputs: dict[str, str]) -> InvalidSetting:
     )
 
 
+def _check_forms(forms: Sequence[Inputs]) -> None:
+    """Raise InvalidSetting for call forms that no call could tell apart."""
+    tensors = [frozenset(input_specs(form)) for form in forms]
+    for number, names in enumerate(tensors):
+        if (first := tensors.index(names)) != number:
+            raise InvalidSetting(
+                name="inputs",
+                value=[dict(forms[first]), dict(forms[number])],
+                reason="two call forms have the same tensors",
+                expected="forms that differ in which tensors there are",
+            )
+
+
 class Config(Settings):
     """Settings of a model to serve. Choices may be names and objects dicts:
     `tracing={"guards": "check"}`. See docs/config.md and `help(piecegraph.Tracing)`.
@@ -169,10 +187,11 @@ class Config(Settings):
 
     _brief: ClassVar[bool] = True
 
-    inputs: dict[str, str] = Field(default_factory=dict)
+    inputs: dict[str, str | None] | tuple[dict[str, str | None], ...] = Field(default_factory=dict)
     """Tensors by parameter, as `"int64[num_tokens]"`.
     Examples are built from them. A tensor inside a dict, a list or `**kwargs` has a dotted name:
-    `"states.hidden"`, `"aux.0"`."""
+    `"states.hidden"`, `"aux.0"`; None is an argument that is None. Several such dicts are call
+    forms of one model, as with `input_ids` and with `inputs_embeds`; see docs/dispatch.md."""
 
     max_num_tokens: int = Field(default=2048, ge=1)
     """The most tokens of a step.
@@ -255,8 +274,13 @@ class Config(Settings):
 
     @field_validator("inputs")
     @classmethod
-    def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
-        return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
+    def _check_inputs(cls, inputs: Any) -> Any:
+        forms = [
+            {name: text and str(InputSpec.parse(text)) for name, text in form.items()}
+            for form in call_forms(inputs)
+        ]
+        _check_forms(forms)
+        return tuple(forms) if len(forms) > 1 else forms[0]
 
     @field_validator("splitting_ops", mode="after")
     @classmethod
@@ -297,10 +321,12 @@ class Config(Settings):
     @model_validator(mode="after")
     def _check_ranges(self) -> Self:
         """Sizes are those of inputs, and within the served range."""
-        specs = [InputSpec.parse(text).shape for text in self.inputs.values()]
-        if specs and not any(TOKENS in shape for shape in specs):
-            raise without_tokens(self.inputs)
-        symbols = {dim for shape in specs for dim in shape}
+        symbols = set[int | str]()
+        for form in call_forms(self.inputs):
+            dims = {dim for spec in input_specs(form).values() for dim in spec.shape}
+            if form and TOKENS not in dims:
+                raise without_tokens(form)
+            symbols |= dims
         for symbol in self.tracing.symbol_limits:
             if symbol not in symbols:
                 raise InvalidSetting(
@@ -317,6 +343,22 @@ class Config(Settings):
     @model_validator(mode="after")
     def _check_dispatch(self) -> Self:
         """There is a graph mode, and a plan of graphs for it."""
+        forms = range(len(call_forms(self.inputs)))
+        if len(forms) > 1 and self.sizes.buckets:
+            raise InvalidSetting(
+                name="sizes.buckets",
+                value=f"{len(self.sizes.buckets)} buckets",
+                reason="graphs of buckets are of one call form",
+                expected="one dict of inputs, or no buckets",
+            )
+        for axis in self.variants.axes:
+            if axis.name == FORM and (axis.rounds_up or not {*axis.values} <= {*forms}):
+                raise InvalidSetting(
+                    name="variants.axes",
+                    value=axis,
+                    reason=f"{FORM!r} is the number of a call form in inputs",
+                    expected=f"values from 0 to {forms[-1]}, and no rounds_up",
+                )
         if self.capture_sizes is not None:
             user_capture_sizes(self.capture_sizes, max_num_tokens=self.max_num_tokens)
         dispatch_plan(resolve_graph_mode(self).mode, self)
@@ -400,10 +442,13 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
 
 def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
     """The graphs to capture for `mode`; none for mode NONE."""
+    variants, forms = config.variants, len(call_forms(config.inputs))
     if config.sizes.buckets and mode is not GraphMode.NONE:
         sizes = config.sizes
         return bucket_plan(sizes.buckets, config.max_num_reqs, sizes.bucket_memory)
-    variants = config.variants
+    axes = variants.axes
+    if forms > 1 and all(axis.name != FORM for axis in axes):
+        axes = (*axes, Axis(FORM, tuple(range(forms))))
     return make_plan(
         mode,
         capture_sizes(mode, config),
@@ -411,7 +456,7 @@ def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
         query_lens=variants.all_query_lens(),
         varlen_decode=config.attention.varlen_decode,
         lora_cases=lora_cases(variants.max_loras, variants.lora_graphs),
-        axes=variants.axes,
+        axes=axes,
         padding=config.sizes.padding_limit,
         mixed_end=DENSE_END if config.capture_sizes is None else None,
     )

@@ -612,6 +612,14 @@ class BatchMismatch(RunError):
     todo = "State in the Batch what the inputs of the step have."
 
 
+class CallFormUnknown(RunError):
+    what = "the call {fault}"
+    todo = (
+        "Call it as one of its forms and state that one in Batch.axes, or add a form to"
+        " Config.inputs. The forms are {forms}."
+    )
+
+
 class GuardBroken(RunError):
     what = "the compiled model is not valid for this size: it requires {expression}"
     todo = "Pad the batch to a size that satisfies it, or run the model eagerly."

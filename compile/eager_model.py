@@ -40,6 +40,7 @@ from .ir.plan import (
 )
 from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
+from .plan.join_plans import join_forms
 from .trace.examples import Dims, Examples, Leaf, example_inputs
 from .trace.size_uses import uses_of_forward
 
@@ -52,6 +53,10 @@ def eager_model(request: CompileRequest) -> CompiledModel:
 
     Raises ResultFormUnknown and the errors of `example_inputs`.
     """
+    return _of_forms(request, _eager_form)
+
+
+def _eager_form(request: CompileRequest) -> CompiledModel:
     examples = example_inputs(request.model, request.config, request.device, request.examples)
     symbols = list(_symbols(_tensors(examples), examples, request.config).values())
     form = _result_form(request.model, examples, symbols)
@@ -68,6 +73,23 @@ def uncompiled_model(request: CompileRequest) -> CompiledModel:
     Steps can run it on their real inputs. Padding and captures need the form: `eager_model`.
     Raises the errors of `example_inputs`.
     """
+    return _of_forms(request, _uncompiled_form)
+
+
+def _of_forms(
+    request: CompileRequest, of_form: Callable[[CompileRequest], CompiledModel]
+) -> CompiledModel:
+    """The model of all call forms, with one piece for each."""
+    models = [of_form(form) for form in request.forms()]
+    plans = []
+    for number, plan in enumerate(model.plan for model in models):
+        ranges = [each.model_copy(update={"artifacts": (number,)}) for each in plan.ranges]
+        plans.append(plan.model_copy(update={"ranges": tuple(ranges)}))
+    pieces = tuple(piece for model in models for piece in model.pieces)
+    return replace(models[0], plan=join_forms(plans), pieces=pieces)
+
+
+def _uncompiled_form(request: CompileRequest) -> CompiledModel:
     examples = example_inputs(request.model, request.config, request.device, request.examples)
     written = [False] * len(_tensors(examples))
     form = encode(Ref("o0")), (Result(name="t0", dtype="", shape=()),), written

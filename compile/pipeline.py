@@ -138,7 +138,7 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
             padded = padded_instead(request, traces)
             if padded is None:
                 raise
-            return _compile(request, [padded], key, executor)
+            return _compile(request, padded, key, executor)
 
 
 def _compile(
@@ -160,12 +160,12 @@ def _compile(
     compiled = compile_pieces(request, splits, compiler, executor)
     with events.span("plan", level=logging.INFO):
         plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
-        for each, split in zip(plan.intervals(), splits, strict=True):
+        for n, (each, split) in enumerate(zip(plan.traces(), splits, strict=True)):
             graph = dependencies(each)  # raises if the plan's steps cannot run in their order
             events.detail("piece_graph", partial(drawing, graph))
             report_plan(each, events)
             if (directory := request.dump_dir) is not None:
-                part = directory if len(splits) == 1 else directory / f"to_{each.ranges[-1].high}"
+                part = directory if len(splits) == 1 else directory / f"trace_{n}"
                 dump_plan(each, split.trace.graph, part)
 
     artifacts = [made.blobs for made in compiled.results]

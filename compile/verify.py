@@ -48,7 +48,7 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
         if difference is not None:
             # a compiler may have refused the trace with unbacked sizes
             padded = padded_instead(request, traces)
-            if padded is not None and _difference(request, [padded], plan) is None:
+            if padded is not None and _difference(request, padded, plan) is None:
                 return None
     except (GuardUnproved, Specialized) as error:  # of a finished trace
         return f"its guards do not hold for the model as it is now: {error}"
@@ -61,10 +61,15 @@ def _difference(request: CompileRequest, traces: Sequence[GuardedTrace], plan: P
     request.checkpoint()
     traced = plan_of(split_model(traces, request.events), [()] * len(traces))
     now = Plan.model_validate_json(traced.model_dump_json())  # as a bundle has it
-    if len(plan.others) != len(now.others):
-        return f"it has {1 + len(plan.others)} traces, the model has {1 + len(now.others)} now"
-    pairs = zip([plan, *plan.others], [now, *now.others], strict=True)
-    return next(filter(None, starmap(_difference_of_traces, pairs)), None)
+    before, after = _traces(plan), _traces(now)
+    if len(before) != len(after):
+        return f"it has {len(before)} traces, the model has {len(after)} now"
+    return next(filter(None, starmap(_difference_of_traces, zip(before, after, strict=True))), None)
+
+
+def _traces(plan: Plan) -> list[Plan]:
+    """Those of all traces, as they were joined: a plan that was not compiled has no ranges."""
+    return [each for form in (plan, *plan.forms) for each in (form, *form.others)]
 
 
 def _difference_of_traces(plan: Plan, now: Plan) -> str | None:

@@ -5,6 +5,7 @@ turns a requested graph mode into a usable one. `capture_sizes` chooses sizes, `
 and checks the padded shapes of engines that bucket in several dimensions.
 """
 
+from .batch import FORM as FORM
 from .batch import NO_GRAPH as NO_GRAPH
 from .batch import Batch as Batch
 from .batch import BatchDescriptor as BatchDescriptor

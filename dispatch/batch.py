@@ -16,6 +16,9 @@ from .modes import Members, RuntimeMode
 NO_GRAPH = -1
 """The graph_index of NONE, which has no recording."""
 
+FORM = "form"
+"""The axis of a model with several call forms: the number of the form in `Config.inputs`."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -90,6 +93,11 @@ class BatchDescriptor:
     max_query_len: int | None = None
     lora_case: int = 0
     axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def form(self) -> int:
+        """The number of the call form in `Config.inputs`."""
+        return dict(self.axes).get(FORM, 0)
 
     @property
     def for_decode(self) -> bool:

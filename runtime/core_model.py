@@ -23,11 +23,12 @@ from .capture.capture_all import CaptureAll, Capturer, Progress
 from .capture.captures import Captures
 from .capture.dummy_batch import DummyBatches, MetadataFor
 from .capture.graph_set import GraphSet
+from .capture.installed_graph import InstalledGraph
 from .core.allowed_work import allow_compilation
 from .core.code import ModelCode
 from .core.environment import Environment
 from .core.records import CaptureFailure, MemoryUse
-from .core.static_inputs import StaticInputs, allocate_inputs, split_buffers
+from .core.static_inputs import allocate_inputs, unread_buffers
 from .core.steps import StepRunner, nothing
 from .core.usage import Usage
 from .forward_context import ForwardContext
@@ -41,7 +42,6 @@ class CoreModel:
     `request` is what other code of the model is made from; None if there is no other.
     """
 
-    inputs: StaticInputs
     dummies: DummyBatches
     graphs: GraphSet
     captures: Captures
@@ -127,7 +127,8 @@ class CoreModel:
 
     def bind(self) -> None:
         """Follow weights that were replaced. Raises ModelMismatch for weights of another form."""
-        self.code.bind(self.code.compiled.rebound())
+        for code in self.steps.codes:
+            code.bind(code.compiled.rebound())
         self._code_changed()
 
     def start_parts(self) -> None:
@@ -235,9 +236,9 @@ class CoreModel:
 
     def checks_changed(self) -> None:
         """Ask the parts again what steps must satisfy."""
-        self.steps.checks = tuple(check.call for _, check in self.parts.checks_of(None))
-        for graph in self.graphs.present():
-            graph.checks = tuple(check.call for _, check in self.parts.checks_of(graph))
+        all_runs: list[ModelCode | InstalledGraph] = [*self.steps.codes, *self.graphs.present()]
+        for runs in all_runs:
+            runs.checks = tuple(check.call for _, check in self.parts.checks_of(runs))
 
     def _code_changed(self) -> None:
         for part in self.parts:
@@ -249,25 +250,28 @@ class CoreModel:
         environment, dispatcher = self.environment, policy.dispatcher
         config, backend, records = environment.config, environment.backend, environment.records
         self.resolved = policy.resolved
-        buffers, unread = split_buffers(compiled.plan, self._input_buffers)
-        if unread:
+        if unread := unread_buffers(compiled.plan, self._input_buffers):
             records.events.emit("input_buffers.unread", level=logging.INFO, inputs=unread)
-        self.inputs = allocate_inputs(
-            compiled, config.steps, environment.device, buffers, backend.order_steps
-        )
-        code = ModelCode(compiled, self.inputs, backend)
+        codes = [self._code_of(form) for form in compiled.forms()]
         self.dummies = DummyBatches(
-            dispatcher.plan, code, self.inputs, self.steps.context, self.parts.around_dummy_batch,
+            dispatcher.plan, codes, self.steps.context, self.parts.around_dummy_batch,
             records.events.emit,
         )  # fmt: skip
-        self.graphs = GraphSet(config, backend, code, self.dummies, dispatcher, self.parts)
+        self.graphs = GraphSet(config, backend, self.dummies, dispatcher, self.parts)
         self.captures = Captures(
             dispatcher.plan, backend, records, self.graphs, environment.exchange
         )
-        self.steps.use(code, dispatcher, self.graphs.installed)
-        records.add_opaque(compiled.opaque_ops())
+        self.steps.use(codes, dispatcher, self.graphs.installed)
+        for code in codes:
+            records.add_opaque(code.compiled.opaque_ops())
         unknown = any(result.dtype == "" for result in compiled.plan.results)
         self.steps.before_padding = self._found_by_padding() if unknown else nothing
+
+    def _code_of(self, form: CompiledModel) -> ModelCode:
+        environment, backend = self.environment, self.environment.backend
+        steps, device = environment.config.steps, environment.device
+        inputs = allocate_inputs(form, steps, device, self._input_buffers, backend.order_steps)
+        return ModelCode(form, inputs, backend)
 
     def _found_by_padding(self) -> Callable[[], None]:
         """`find_result_form`, without keeping this object alive."""

@@ -11,7 +11,7 @@ parts of one model as `Parts`, and what a step calls as flat tuples of it.
         def __init__(self) -> None:
             self.steps = 0
 
-        def checks(self, graph: InstalledGraph | None) -> list[Check]:
+        def checks(self, runs: InstalledGraph | ModelCode) -> list[Check]:
             return [Check("count", self._count)]
 
         def _count(self, context: ForwardContext, tensors: tuple[Any, ...]) -> None:
@@ -67,8 +67,8 @@ class Part:
         """`batch` was dispatched. Returns whether graphs changed: it is then dispatched again."""
         return False
 
-    def checks(self, graph: InstalledGraph | None) -> Sequence[Check]:
-        """What each step of `graph`, or of code without a graph, must satisfy.
+    def checks(self, runs: InstalledGraph | ModelCode) -> Sequence[Check]:
+        """What each step of a graph, or of code without a graph, must satisfy.
 
         Asked when the graph is installed, and again when other code or weights serve.
         """
@@ -188,9 +188,9 @@ class Parts:
             run = part.around(run)
         return run
 
-    def checks_of(self, graph: InstalledGraph | None) -> list[tuple[Part, Check]]:
-        """The checks of all parts for `graph`, or for code without a graph."""
-        return [(part, check) for part in self._parts for check in part.checks(graph)]
+    def checks_of(self, runs: InstalledGraph | ModelCode) -> list[tuple[Part, Check]]:
+        """The checks of all parts for a graph, or for code without a graph."""
+        return [(part, check) for part in self._parts for check in part.checks(runs)]
 
     def installed(self, graph: InstalledGraph) -> None:
         """A graph is about to serve."""

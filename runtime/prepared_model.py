@@ -55,6 +55,7 @@ class PreparedModel:
         decision that makes one, for metadata that must be padded to the descriptor.
         """
         core = self._core
+        batch = core.steps.stating_form(batch, args, kwargs)
         decision = core.steps.dispatch(batch, None, None)
         if callable(metadata):
             metadata = metadata(decision)
@@ -106,7 +107,8 @@ class PreparedModel:
         """
         graph = None if decision is None else self._core.graphs.installed[decision.graph_index]
         rows = [(name, "core", "each step") for name in CORE_CHECKS]
-        rows += [(c.name, part.name, c.often) for part, c in self.parts.checks_of(graph)]
+        checks = self.parts.checks_of(graph or self._core.code)
+        rows += [(c.name, part.name, c.often) for part, c in checks]
         rows += [(name, "core", "each step") for name in GRAPH_CHECKS if graph is not None]
         return [dict(zip(("name", "owner", "often"), row, strict=True)) for row in rows]
 

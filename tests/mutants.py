@@ -30,6 +30,7 @@ GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
 READS, OBSERVER, BINDING = f"{CHECKS}/step_reads.py", f"{CHECKS}/observer.py", f"{CORE}/binding.py"
 STEP_READS, CALL_FORM = f"{LIVE}/test_step_reads.py", f"{LIVE}/test_call_form.py"
+SEVERAL = f"{LIVE}/test_several_forms.py"
 PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
@@ -200,9 +201,19 @@ MUTANTS = [
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
-    ("runtime/core/steps.py", "if without_graph or each.written or each.label in owned", "",
+    (STEPS, "if graph is None or each.written or each.label in code.owned_inputs", "",
      f"{DELAYED} -k in_place"),
     (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
+    (STEPS, "if code.fits(*args, **kwargs)", "if True", f"{SEVERAL} -k thousand"),
+    (STEPS, "graph is not None and graph.code is not code", "False", f"{SEVERAL} -k own_form"),
+    (BATCH, "self._codes[descriptor.form]", "self._codes[0]", f"{SEVERAL} -k thousand"),
+    (BINDING, "tests += [f\"not isinstance", "[f\"not isinstance", f"{SEVERAL} -k no_form"),
+    ("runtime/parts/proof/cause.py", "runs.graphs(decision.descriptor.axes)", "captured",
+     f"{SEVERAL} -k leaves_service"),
+    ("compile/plan/join_plans.py", "_from(low, s)", "s", f"{SEVERAL} -k least_number"),
+    ("compile/plan/compiled_model.py", "(self.plan, *self.plan.forms)", "(self.plan,)",
+     f"{SEVERAL} -k thousand"),
+    ("tools/bisect/search.py", "case = of_one_form(case)", "pass", f"{SEVERAL} -k bisect"),
     (DELAYED_GRAPH, "        copied()\n", "", f"{DELAYED} -k after_the_copies"),
     (DELAYED_GRAPH, "step.put(partial(load, tensors), tensors, tensors, graph.copied_inputs)\n"
      "        copied()", "copied()\n        step.put(partial(load, tensors), tensors, tensors, "
@@ -380,7 +391,7 @@ MUTANTS = [
     (STEPS, "            self.running = True\n            context.metadata",
      "            context.metadata",
      f"{FAILURES} -k middle"),
-    (PART, "if self._memory is not None:", "if False:", SHARED),
+    (PART, "if (memory := self._memory.get(code)) is not None:", "if False:", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
@@ -471,7 +482,7 @@ MUTANTS = [
      f"{STEP_READS} -k kind_of_change"),
     (OBSERVER, 'self._noting.bound(f"{path}.{name}", value)', "pass", f"{STEP_READS} -k bound"),
     (OBSERVER, "observer.wrote(obj, name)", "pass", f"{STEP_READS} -k writes"),
-    (BINDING, "if {_differs(each, value)}:", "if False:", f"{CALL_FORM} -k names_the_path"),
+    (BINDING, "yield _differs(each, value),", "yield 'False',", f"{CALL_FORM} -k names_the_path"),
     (BINDING, "(*{value},) != {keys!r}", "{{*{value}}} != {{*{keys!r}}}", f"{CALL_FORM} -k path"),
     (BINDING, "_pg_type({value}) is not _pg_type(k{index}) or ", "", f"{CALL_FORM} -k path"),
     (TRIALS, "and at not in unwritten", "and True",

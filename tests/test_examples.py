@@ -103,6 +103,14 @@ def test_a_hugging_face_model(run):
 
 
 @pytest.mark.heavy
+def test_a_model_with_ids_and_embeddings(run):
+    cold, warm = (run("embeddings.py") for _ in range(2))
+    assert "steps in PIECEWISE 8, PIECEWISE 8" in cold
+    assert "2 traces, 4 unique pieces of 8" in cold
+    assert "0 traces, 4 unique pieces of 8" in warm
+
+
+@pytest.mark.heavy
 def test_a_model_is_compiled_while_its_weights_load(run):
     assert "after the weights, from the cache" in run("load_and_compile.py")
 
@@ -131,6 +139,7 @@ def test_each_program_is_run_here():
         "own_model.py",
         "one_page_runner.py",
         "plain_runner.py",  # by tests/cuda_stand_in: it needs a device
+        "embeddings.py",
         "hugging_face.py",
         "load_and_compile.py",
         "demo.py",  # by `make demo`: it needs a package with weights

@@ -36,7 +36,15 @@ from ..conditions.code import code_parts, fingerprint
 from ..conditions.custom_ops import kernel_parts
 from ..conditions.values import Undescribable, class_name, stable_text, tensor_text
 from ..ir.compilation import ExampleArguments
-from ..ir.config import CodeConfig, Codegen, CompileConfig, GraphPass, InputSpec, Tracing
+from ..ir.config import (
+    CodeConfig,
+    Codegen,
+    CompileConfig,
+    GraphPass,
+    InputSpec,
+    Tracing,
+    call_forms,
+)
 from ..ir.plan import dotted
 from ..ir.registered_compilers import registered_compiler
 from ..ir.serialization import dtype_name
@@ -202,11 +210,22 @@ def example_signature(
     config: CompileConfig,
     device: torch.device,
     given: ExampleArguments | None,
-) -> dict[str, Any] | None:
+) -> Any:
     """The form of each tensor among the examples, dynamic sizes by symbol, all other values, and
-    what holds them."""
-    if given is None and not any("." in label for label in config.input_specs()):
+    what holds them; a list of these for several call forms."""
+    forms = call_forms(config.inputs)
+    if given is None and not any("." in label for form in forms for label in form):
         return None  # built from `Config.inputs`, which is a factor itself
+    signatures = [_signature(model, replace(config, inputs=form), device, given) for form in forms]
+    return signatures if len(forms) > 1 else signatures[0]
+
+
+def _signature(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    given: ExampleArguments | None,
+) -> dict[str, Any]:
     examples = example_inputs(model, config, device, given)
     containers = {f"{dotted(each.path)}: {each.kind}": each.form for each in examples.containers()}
     values = {leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()}

@@ -46,7 +46,8 @@ class GuardedTrace:
 
 
 def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[GuardedTrace]:
-    """One trace; under the policy `split` one for each interval of token counts, ascending.
+    """One trace of each call form; under the policy `split` one for each interval of token counts,
+    ascending.
 
     Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
 
@@ -56,9 +57,11 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
     request.checkpoint()
     try:
         splits = request.config.guards is GuardPolicy.SPLIT
-        guarded: list[GuardedTrace] | CompileError = (
-            _split(request) if splits else [_proved(request)]
-        )
+        guarded: list[GuardedTrace] | CompileError = [
+            each
+            for form in request.forms()
+            for each in (_split(form) if splits else [_proved(form)])
+        ]
     except CompileError as error:
         guarded = error
     try:
@@ -101,11 +104,18 @@ def _proved(request: CompileRequest) -> GuardedTrace:
         return replace(unbacked, unproved=unproved)
 
 
-def padded_instead(request: CompileRequest, traces: Sequence[GuardedTrace]) -> GuardedTrace | None:
-    """A trace to use where a compiler cannot compile one with unbacked sizes; None if there is
+def padded_instead(
+    request: CompileRequest, traces: Sequence[GuardedTrace]
+) -> list[GuardedTrace] | None:
+    """Traces to use where a compiler cannot compile one with unbacked sizes; None if there are
     none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
-    unproved = traces[0].unproved
-    return None if unproved is None else _padded_trace(request, unproved)
+    if not any(each.unproved for each in traces):
+        return None
+    padded = [
+        _padded_trace(form, each.unproved) if each.unproved else each
+        for form, each in zip(request.forms(), traces, strict=True)
+    ]
+    return [each for each in padded if each] if all(padded) else None
 
 
 def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:

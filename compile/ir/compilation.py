@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ...cache.layers import DEPLOY
 from ...errors import SettingsChanged
 from ...events import Events
 from ...torch_compat.basics.settings import TorchState
-from .config import CompileConfig
+from .config import CompileConfig, call_forms
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of one call."""
@@ -180,6 +180,13 @@ class CompileRequest:
     if it is as before again."""
     copies_layers: bool = True
     """Whether a trace may copy equal layers; one that verifies such a trace may not."""
+
+    def forms(self) -> list[CompileRequest]:
+        """One request for each call form of the model."""
+        config = self.config
+        return [
+            replace(self, config=replace(config, inputs=form)) for form in call_forms(config.inputs)
+        ]
 
     def check_state(self) -> None:
         """At the end of a trace, around code generation, before storing: raise SettingsChanged if

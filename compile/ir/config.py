@@ -88,6 +88,20 @@ class InputSpec(BaseModel):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
+Inputs = Mapping[str, str | None]
+"""The arguments of one call form: tensors as `InputSpec` writes them, or None."""
+
+
+def call_forms(inputs: Inputs | tuple[Inputs, ...]) -> tuple[Inputs, ...]:
+    """The arguments of each call form."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def input_specs(inputs: Inputs) -> dict[str, InputSpec]:
+    """The tensors among `inputs`, parsed."""
+    return {name: InputSpec.parse(text) for name, text in inputs.items() if text is not None}
+
+
 class Tracing(Settings):
     """The sizes that a trace holds for, and what happens to conditions on them."""
 
@@ -226,7 +240,8 @@ class CompileConfig:
     """
 
     compile: bool = True
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    inputs: Inputs | tuple[Inputs, ...] = field(default_factory=dict)
+    """Of one call form, or of several."""
     min_num_tokens: int = 1
     max_num_tokens: int = 2048
     symbol_limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -244,8 +259,9 @@ class CompileConfig:
     code: CodeConfig = field(default_factory=CodeConfig)
 
     def input_specs(self) -> dict[str, InputSpec]:
-        """`inputs`, parsed."""
-        return {name: InputSpec.parse(text) for name, text in self.inputs.items()}
+        """The tensors of the only call form."""
+        (form,) = call_forms(self.inputs)
+        return input_specs(form)
 
     def limits(self, symbol: str) -> tuple[int, int]:
         """Inclusive range of a symbol: its own, or that of `num_tokens`."""

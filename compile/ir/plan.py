@@ -269,9 +269,20 @@ class Plan(Frozen):
     size_uses: tuple[SizeUse, ...] = ()
     others: tuple[Plan, ...] = ()
     """Plans for token counts that the steps of this one do not serve, from traces of their own."""
+    forms: tuple[Plan, ...] = ()
+    """Plans of the model's other call forms. `weights` are those of all forms."""
+
+    def traces(self) -> list[Plan]:
+        """The plans of all traces: form by form, by the token counts that they serve, ascending."""
+        return [plan for form in (self, *self.forms) for plan in form.intervals()]
+
+    def tensors(self) -> list[str]:
+        """The names of the tensors that a call has, also of those that the model does not read."""
+        unread = [each.path for each in self.containers if each.kind == ("torch", "Tensor")]
+        return [*(item.label for item in self.inputs), *map(dotted, unread)]
 
     def intervals(self) -> list[Plan]:
-        """The plans of all traces, by the token counts that they serve, ascending."""
+        """The plans of this form's traces, by the token counts that they serve, ascending."""
         plans = [self, *self.others]
         return sorted(plans, key=lambda plan: plan.ranges[0].high) if self.others else plans
 
@@ -297,7 +308,7 @@ class Plan(Frozen):
 
     def cuts(self) -> list[str]:
         """`cut_at` of all traces."""
-        return sorted({op for plan in self.intervals() for op in plan.cut_at})
+        return sorted({op for plan in self.traces() for op in plan.cut_at})
 
     def calls(self) -> list[CallStep]:
         return [step for step in self.steps if isinstance(step, CallStep)]
@@ -312,7 +323,7 @@ class Plan(Frozen):
         """For each artifact the positions of its size arguments."""
         return {
             artifact: piece.sizes
-            for plan in (self, *self.others)
+            for plan in self.traces()
             for interval in plan.ranges
             for artifact, piece in zip(interval.artifacts, plan.pieces, strict=True)
         }

@@ -25,7 +25,10 @@ Hooks = Callable[[Plan], tuple[Hook, Hook]]
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """The result of `compile_model`; `from_bundle` if it was loaded and not compiled."""
+    """The result of `compile_model`; `from_bundle` if it was loaded and not compiled.
+
+    Its steps are those of one call form, the first unless it is from `forms`.
+    """
 
     plan: Plan
     pieces: tuple[PieceFn, ...]
@@ -71,8 +74,15 @@ class CompiledModel:
 
         return step
 
+    def forms(self) -> list[CompiledModel]:
+        """The model once for each call form."""
+        plans = (self.plan, *self.plan.forms)
+        of_plan = ({w.target: self.weights[w.target] for w in plan.weights} for plan in plans)
+        pairs = zip(plans, of_plan, strict=True)
+        return [replace(self, plan=plan, weights=weights) for plan, weights in pairs]
+
     def traces(self) -> list[CompiledModel]:
-        """The model once for each trace, for what looks at its steps."""
+        """This form of the model once for each trace, for what looks at its steps."""
         return [replace(self, plan=plan) for plan in self.plan.intervals()]
 
     def opaque_ops(self) -> dict[str, tuple[int, str]]:

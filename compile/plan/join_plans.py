@@ -1,4 +1,5 @@
-"""One plan for a model with several traces, each of which serves an interval of token counts.
+"""One plan for a model with several traces, each of which serves an interval of token counts or a
+call form.
 
 It is the plan of the largest interval with a symbol of the token count, for the whole range: inputs
 are bound and results returned by it. The others are in it, and a step runs the one of its size.
@@ -11,7 +12,7 @@ from typing import Any
 
 from ...errors import IntervalsDiffer
 from ..ir.config import TOKENS
-from ..ir.plan import Plan, Weight, evaluated
+from ..ir.plan import Plan, Symbol, Weight, evaluated
 
 
 def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> Plan:
@@ -42,6 +43,26 @@ def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> P
             "others": tuple(others),
         }
     )
+
+
+def join_forms(plans: Sequence[Plan]) -> Plan:
+    """The plan of a model with a plan for each call form: that of the first has the others in it.
+
+    The least number of tokens is the largest of theirs: a dispatch plan has one.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    lows = (s.low for plan in plans for s in plan.symbols if s.label == TOKENS)
+    low = max(lows, default=1)
+    main, *others = (
+        plan.model_copy(update={"symbols": tuple(_from(low, s) for s in plan.symbols)})
+        for plan in plans
+    )
+    return main.model_copy(update={"weights": _weights(main, others), "forms": tuple(others)})
+
+
+def _from(low: int, symbol: Symbol) -> Symbol:
+    return symbol.model_copy(update={"low": low}) if symbol.label == TOKENS else symbol
 
 
 def _weights(main: Plan, others: Sequence[Plan]) -> tuple[Weight, ...]:

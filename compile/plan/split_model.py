@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from ...events import Events, trace_artifact
 from ..conditions.conditions import Conditions
@@ -23,7 +24,7 @@ from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.splitting import Predicate, is_splitting
-from .join_plans import join_plans
+from .join_plans import join_forms, join_plans
 from .plan_builder import PlanBuilder, base_symbols
 
 
@@ -73,8 +74,13 @@ class SplitModel:
 
 def plan_of(splits: Sequence[SplitModel], ranges: Sequence[Sequence[CompiledRange]]) -> Plan:
     """The plan of all traces of a model, given what serves each; raises IntervalsDiffer."""
-    plans = [split.plan(served) for split, served in zip(splits, ranges, strict=True)]
-    return join_plans(plans, [split.config.limits(TOKENS) for split in splits])
+    forms = list[Plan]()
+    pairs = zip(splits, ranges, strict=True)
+    for _, form in groupby(pairs, lambda pair: pair[0].config.inputs):
+        traces = list(form)
+        plans = [split.plan(served) for split, served in traces]
+        forms.append(join_plans(plans, [split.config.limits(TOKENS) for split, _ in traces]))
+    return join_forms(forms)
 
 
 def conditions_of(splits: Sequence[SplitModel]) -> Conditions:

@@ -32,7 +32,7 @@ from ...torch_compat.basics.tensors import (
 )
 from ...torch_compat.tracing.dynamo import mark_dynamic
 from ..ir.compilation import ExampleArguments
-from ..ir.config import TOKENS, CompileConfig, InputSpec
+from ..ir.config import TOKENS, CompileConfig, InputSpec, call_forms
 from ..ir.plan import Constant, Container, Path, dotted
 from ..ir.serialization import decode, dtype_name, encode
 
@@ -240,6 +240,8 @@ def mark(examples: Examples, config: CompileConfig) -> None:
 def _built(
     signature: inspect.Signature, config: CompileConfig, device: torch.device
 ) -> dict[str, Any]:
+    (form,) = call_forms(config.inputs)
+    absent = [name for name, text in form.items() if text is None]
     sizes = symbol_sizes(config)
     nested: dict[str, Any] = {}
     for label, spec in config.input_specs().items():
@@ -252,7 +254,9 @@ def _built(
     kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     built: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
-        if name in nested:
+        if name in absent:
+            built[name] = None
+        elif name in nested:
             of_keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
             given = nested[name] if of_keywords else _container(nested[name], kinds.get(name))
             built |= given if of_keywords else {name: given}

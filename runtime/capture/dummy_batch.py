@@ -22,7 +22,7 @@ from ...compile.held_values import HeldValues
 from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import error_line, first_line
 from ...compile.plan.compiled_model import CompiledModel
-from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
+from ...dispatch import FORM, BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import (
     DummyStepFailed,
     LayerMissing,
@@ -35,7 +35,7 @@ from ...torch_compat.basics.tensors import storage_id
 from ..backends.ownership import memory_of
 from ..core.code import ModelCode
 from ..core.preserved import preserve
-from ..core.static_inputs import BoundInputs, StaticInputs
+from ..core.static_inputs import BoundInputs
 from ..forward_context import ForwardContext, forward_context
 from ..tensors_by_path import tensors_by_path
 from .first_use import STAYS, run_twice
@@ -109,22 +109,21 @@ class DummyBatches:
     def __init__(
         self,
         plan: DispatchPlan,
-        code: ModelCode,
-        inputs: StaticInputs,
+        codes: Sequence[ModelCode],
         context: ForwardContext,
         around: Callable[[], AbstractContextManager[Any]],
         emit: Callable[..., None],
     ) -> None:
-        """`around` gives what is entered while a batch runs. `emit` emits an event."""
+        """`codes` are those of the call forms. `around` gives what is entered while a batch runs.
+        `emit` emits an event."""
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
-        self._code = code
-        self._inputs = inputs
+        self._codes = codes
         self._around = around
         self._emit = emit
-        self._checked = set[tuple[RuntimeMode, bool]]()
-        """Modes, and whether of decode batches: all sizes run the same code."""
+        self._checked = set[tuple[ModelCode, RuntimeMode, bool]]()
+        """Code and modes, and whether of decode batches: all sizes run the same code."""
         self._refused: DummyStepFailed | None = None
 
     @contextmanager
@@ -132,9 +131,10 @@ class DummyBatches:
         self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
     ) -> Iterator[tuple[Tensor, ...]]:
         """The static inputs of `sizes`, with a batch of padding in the forward context."""
-        compiled, kind = self._code.compiled, (mode, descriptor.for_decode)
-        state, is_first = model_state(compiled), kind not in self._checked
-        inputs = self._inputs.at(sizes)
+        code = self.code_of(descriptor)
+        kind = code, mode, descriptor.for_decode
+        state, is_first = model_state(code.compiled), kind not in self._checked
+        inputs = code.inputs.at(sizes)
         batch = DummyBatch(descriptor, mode, inputs, list(state.values()), is_first)
         if self._refused is not None:  # a second try would not see it
             raise self._refused
@@ -142,7 +142,7 @@ class DummyBatches:
             in_context = batch.in_context(self.context, self.metadata_for)
             with self._around(), in_context as views:
                 if is_first:
-                    self._run_twice(views, state)
+                    self._run_twice(code, views, state)
                 yield views
         except OtherRowsWritten as error:
             self._refused = error
@@ -153,27 +153,36 @@ class DummyBatches:
             raise
         self._checked.add(kind)
 
-    def _run_twice(self, views: tuple[Tensor, ...], state: Mapping[str, Tensor]) -> None:
+    def _run_twice(
+        self, code: ModelCode, views: tuple[Tensor, ...], state: Mapping[str, Tensor]
+    ) -> None:
         """Raises SetUpOnFirstUse."""
         metadata = HeldValues({"metadata": self.context.metadata}, depth=3)
         layers = {f"layers[{name!r}]": each for name, each in self.context.layers.items()}
 
         def run() -> None:
-            self._code.call(*views)
+            code.call(*views)
             metadata.restore()  # each step has its own
 
-        objects = dict(self._code.compiled.model.named_modules()) | layers
+        objects = dict(code.compiled.model.named_modules()) | layers
         run_twice(run, objects, state, views, self._emit)
 
-    def run(self, sizes: Mapping[str, int]) -> None:
-        """Run the code without a graph on a dummy batch."""
-        with self.batch(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE, sizes) as views:
-            self._code.call(*views)
+    def run(self, sizes: Mapping[str, int] = {}) -> None:
+        """Run the code of each form without a graph on a dummy batch, by default the largest."""
+        for form, code in enumerate(self._codes):
+            all_sizes = {**code.inputs.limits, **sizes}
+            descriptor = BatchDescriptor(all_sizes[TOKENS], axes=((FORM, form),))
+            with self.batch(descriptor, RuntimeMode.NONE, all_sizes) as views:
+                code.call(*views)
+
+    def code_of(self, descriptor: BatchDescriptor) -> ModelCode:
+        """The code of a descriptor's call form."""
+        return self._codes[descriptor.form]
 
     def sizes(self, graph_index: int) -> dict[str, int]:
         """A graph's size of each symbol; the largest where its descriptor does not state one."""
         descriptor = self._plan.entries[graph_index].descriptor
-        sizes = dict(self._inputs.limits)
+        sizes = dict(self.code_of(descriptor).inputs.limits)
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
             sizes["num_reqs"] = descriptor.num_reqs
         if "num_loras" in sizes:
@@ -181,14 +190,10 @@ class DummyBatches:
         stated = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in stated.items() if n in sizes}
 
-    @property
-    def limits(self) -> Mapping[str, int]:
-        """The largest sizes."""
-        return self._inputs.limits
-
     def inputs(self, graph_index: int) -> BoundInputs:
         """The static inputs of a graph."""
-        return self._inputs.at(self.sizes(graph_index))
+        code = self.code_of(self._plan.entries[graph_index].descriptor)
+        return code.inputs.at(self.sizes(graph_index))
 
 
 def model_state(compiled: CompiledModel) -> dict[str, Tensor]:

@@ -42,7 +42,6 @@ class GraphSet:
         self,
         config: Config,
         backend: GraphBackend,
-        code: ModelCode,
         dummies: DummyBatches,
         dispatcher: Dispatcher,
         parts: GraphParts,
@@ -50,11 +49,10 @@ class GraphSet:
         self.installed: list[InstalledGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self._splitting_ops = named_ops(config.splitting_ops)
         self._backend = backend
-        self._code = code
         self._dummies = dummies
         self._dispatcher = dispatcher
         self._parts = parts
-        self._recordable: tuple[CompiledModel, Callable[..., Any]] | None = None
+        self._recordable: dict[ModelCode, tuple[CompiledModel, Callable[..., Any]]] = {}
 
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the graph's descriptor.
@@ -62,20 +60,21 @@ class GraphSet:
         Raises CaptureFailed, DummyStepFailed if the caller did not provide what ops need, and
         ModelChanged.
         """
-        compiled = self._code.compiled
         entry, sizes = self._dispatcher.plan.entries[graph_index], self._dummies.sizes(graph_index)
+        code = self._dummies.code_of(entry.descriptor)
+        compiled = code.compiled
         name = f"{entry.mode.name} {entry.descriptor.num_tokens}"
         breaks = entry.mode is RuntimeMode.PIECEWISE
         if broken := compiled.plan.broken(sizes):
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
-        if self._recordable is None or self._recordable[0] is not compiled:
-            self._recordable = compiled, recordable(compiled, self._splitting_ops)
+        if code not in self._recordable or self._recordable[code][0] is not compiled:
+            self._recordable[code] = compiled, recordable(compiled, self._splitting_ops)
         try:
             batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
             with batch as views, self._parts.around_recording(entry):
                 modules = compiled.model.named_modules() if not compiled.traced else ()
                 recording = record(
-                    self._recordable[1], views, session, name=name, breaks=breaks,
+                    self._recordable[code][1], views, session, name=name, breaks=breaks,
                     modules={id(module): path for path, module in modules},
                     notes=self._parts.notes(),
                     constant=constant_storages(compiled),
@@ -102,13 +101,17 @@ class GraphSet:
 
     def install(self, graph_index: int, recording: Recording) -> None:
         """Let steps use a recording."""
-        compiled, inputs = self._code.compiled, self._dummies.inputs(graph_index)
+        entry = self._dispatcher.plan.entries[graph_index]
+        code, inputs = self._dummies.code_of(entry.descriptor), self._dummies.inputs(graph_index)
         graph = InstalledGraph(
             graph_index,
-            self._dispatcher.plan.entries[graph_index],
+            entry,
+            code,
             recording,
             inputs,
-            self._backend.install(BoundRecording(recording, inputs, compiled.plan), compiled),
+            self._backend.install(
+                BoundRecording(recording, inputs, code.compiled.plan), code.compiled
+            ),
             runs_python=self._backend.runs_python or _breaks(recording),
         )
         self._parts.installed(graph)
@@ -134,7 +137,7 @@ class GraphSet:
 
     def close(self) -> None:
         """Forget the code. All recordings were removed."""
-        self._recordable = None
+        self._recordable = {}
 
 
 def _breaks(recording: Recording) -> bool:

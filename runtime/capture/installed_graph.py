@@ -18,7 +18,7 @@ from ...errors import BatchExceeded, SizeOutOfRange
 from ...torch_compat.basics.tensors import normal_alias
 from ..backends.protocol import FreshResults, Load, Mark, Replay, Sizes
 from ..core.check import CheckStep
-from ..core.code import real_results
+from ..core.code import ModelCode, real_results
 from ..core.static_inputs import BoundInputs
 from .recording import Recording
 
@@ -27,7 +27,7 @@ _MOST_KEPT = 256
 
 @dataclass(slots=True, eq=False)
 class InstalledGraph:
-    """A recording as steps use it: graph `index` of the plan.
+    """A recording as steps use it: graph `index` of the plan, of `code`.
 
     `runs_python` says whether a replay runs Python, such as a splitting op between two graphs.
     `checks` are what each of its steps must satisfy.
@@ -35,6 +35,7 @@ class InstalledGraph:
 
     index: int
     entry: PlanEntry
+    code: ModelCode
     recording: Recording
     inputs: BoundInputs
     replay: Replay

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import Parameter
@@ -51,25 +51,12 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         "_pg_remember": partial(_remember, forms),
     }
     parameters, defaults = _parameters(signature)
-    keyed = {each.path for each in plan.containers if each.keys is not None}
-    containers = [*plan.containers, *_empty(plan, signature)]
-    body = []
-    for index, each in enumerate(containers):
-        names[f"X{index}"] = each
-        value = _access(each.path, keyed)
-        body.append(f"if {_differs(each, value)}: _pg_other(X{index}, {value})")
-    body += [f"{item.name} = {_access(item.path, keyed)}" for item in plan.inputs]
+    skeleton = Skeleton(plan, signature, names | defaults)
+    names = skeleton.names
+    body = [f"if {differs}: {error}" for differs, error in skeleton.containers()]
+    body += [f"{item.name} = {skeleton.access(item.path)}" for item in plan.inputs]
     sources = {symbol.source for symbol in plan.symbols}
-    for index, constant in enumerate(plan.constants):
-        names[f"K{index}"], value = dotted(constant.path), _access(constant.path, keyed)
-        if constant.is_default:
-            names[f"k{index}"] = defaults[f"default_{constant.path[0]}"]
-        else:
-            names[f"k{index}"] = decode(constant.value)
-        differs = f"_pg_type({value}) is not _pg_type(k{index}) or {value} != k{index}"
-        if constant.is_default or names[f"k{index}"] is None:
-            differs = f"{value} is not k{index}"
-        body.append(f"if {differs}: fixed(K{index}, k{index}, {value})")
+    body += [f"if {differs}: {error}" for differs, error in skeleton.constants()]
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
     nested = " or ".join(f"{item.name}.is_nested" for item in plan.inputs)
     tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
@@ -113,8 +100,57 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         body.append(f"_pg_remember({tokens}, ({tensors}), ({sizes}))")
     body.append(f"return ({tensors}), ({sizes})")
     text = "\n".join([f"def forward(_pg_stated, {parameters}):", *(f"    {line}" for line in body)])
-    bind: Bind = _made(text, "forward", {**names, **defaults})
+    bind: Bind = _made(text, "forward", names)
     return bind
+
+
+def fits(plan: Plan, signature: inspect.Signature) -> Callable[..., bool]:
+    """A function of the parameters of the model's forward: whether a call has the skeleton of the
+    trace. It does not look at tensors, only where there are some."""
+    parameters, defaults = _parameters(signature)
+    names = {"at": at, "_pg_type": type, "_pg_tensor": torch.Tensor, **defaults}
+    skeleton = Skeleton(plan, signature, names)
+    tests = [differs for differs, _ in (*skeleton.containers(), *skeleton.constants())]
+    tests += [f"not isinstance({skeleton.access(i.path)}, _pg_tensor)" for i in plan.inputs]
+    text = f"def fits({parameters}):\n    return not ({' or '.join(tests) or 'False'})"
+    test: Callable[..., bool] = _made(text, "fits", skeleton.names)
+    return test
+
+
+class Skeleton:
+    """What a call has besides the values of its tensors, as source over the parameters of the
+    forward and `names`: pairs of a test for a difference, and what raises its error."""
+
+    def __init__(self, plan: Plan, signature: inspect.Signature, names: dict[str, Any]) -> None:
+        self.names = names
+        self._plan = plan
+        self._containers = [*plan.containers, *_empty(plan, signature)]
+        self._keyed = {each.path for each in plan.containers if each.keys is not None}
+
+    def access(self, path: Path) -> str:
+        """The value at `path`; containers with keys or positions are asked for them."""
+        text = str(path[0])
+        for depth, step in enumerate(path[1:], 1):
+            text = f"{text}[{step!r}]" if path[:depth] in self._keyed else f"at({text}, {step!r})"
+        return text
+
+    def containers(self) -> Iterator[tuple[str, str]]:
+        for index, each in enumerate(self._containers):
+            self.names[f"X{index}"], value = each, self.access(each.path)
+            yield _differs(each, value), f"_pg_other(X{index}, {value})"
+
+    def constants(self) -> Iterator[tuple[str, str]]:
+        names = self.names
+        for index, constant in enumerate(self._plan.constants):
+            names[f"K{index}"], value = dotted(constant.path), self.access(constant.path)
+            if constant.is_default:
+                names[f"k{index}"] = names[f"default_{constant.path[0]}"]
+            else:
+                names[f"k{index}"] = decode(constant.value)
+            differs = f"_pg_type({value}) is not _pg_type(k{index}) or {value} != k{index}"
+            if constant.is_default or names[f"k{index}"] is None:
+                differs = f"{value} is not k{index}"
+            yield differs, f"fixed(K{index}, k{index}, {value})"
 
 
 Forms = dict[int, tuple[Callable[..., bool], tuple[int, ...]]]
@@ -171,14 +207,6 @@ def lay_out(item: UserInput, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     copy = torch.empty_strided(tensor.shape, item.stride, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
-
-
-def _access(path: Path, keyed: Collection[Path]) -> str:
-    """The value at `path` as source; containers at `keyed` have keys or positions."""
-    text = str(path[0])
-    for depth, step in enumerate(path[1:], 1):
-        text = f"{text}[{step!r}]" if path[:depth] in keyed else f"at({text}, {step!r})"
-    return text
 
 
 def _empty(plan: Plan, signature: inspect.Signature) -> list[Container]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel, Hooks
 from ...compile.plan.result_forms import checked_link, is_checked
 from ...errors import ModelClosed
 from ..backends.protocol import Code, GraphBackend
-from .binding import laid_out, lay_out
+from .binding import binder, fits, laid_out, lay_out, packer
+from .check import CheckStep
 from .static_inputs import BoundInputs, StaticInputs, real_part
 
 
 class ModelCode:
-    """`call` is the code from the plan's inputs to its results. `inputs` are its static inputs.
+    """The code of one call form: `call` goes from the plan's inputs to its results.
+
+    `inputs` are its static inputs. `fits` says whether a call has this form, `arguments` gives the
+    plan's inputs of a call, and `pack` the model's result of the plan's results.
 
     The first time that it runs a number of tokens, forms of what splitting ops return are compared.
     """
@@ -31,13 +37,22 @@ class ModelCode:
         "_hooks",
         "_laid_out",
         "_ran",
+        "arguments",
         "call",
+        "checks",
         "compiled",
+        "fits",
         "inputs",
+        "min_num_tokens",
+        "pack",
+        "signature",
+        "token_symbol",
     )
 
     compiled: CompiledModel
     call: Code
+    checks: tuple[CheckStep, ...]
+    """What a step without a graph must satisfy."""
 
     def __init__(
         self, compiled: CompiledModel, inputs: StaticInputs, backend: GraphBackend
@@ -45,7 +60,15 @@ class ModelCode:
         self.inputs = inputs
         self._backend = backend
         self._hooks: Hooks | None = None
-        self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
+        plan = compiled.plan
+        self._laid_out = laid_out(plan) if compiled.traced else _any_layout
+        self.signature = inspect.signature(compiled.model.forward)
+        self.arguments = binder(plan, self.signature)
+        self.fits = fits(plan, self.signature)
+        self.pack = packer(plan)
+        self.token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
+        self.min_num_tokens = plan.symbols[self.token_symbol].low
+        self.checks = ()
         self.bind(compiled)
 
     def bind(self, compiled: CompiledModel) -> None:
@@ -129,7 +152,8 @@ class ModelCode:
             drop_sources(self.compiled.sources)
         model = torch.nn.Module()
         self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
-        self.call = _closed
+        self.call = self.arguments = _closed
+        self.checks = ()
         self.inputs.close()
 
 
@@ -145,7 +169,7 @@ def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tu
     )
 
 
-def _closed(*args: Any) -> Any:
+def _closed(*args: Any, **kwargs: Any) -> Any:
     raise ModelClosed()
 
 

@@ -58,10 +58,10 @@ def build_report(
             **{name: n for name, n in sorted(counters.items()) if name.startswith("cache.")},
         },
         "pieces": {
-            "total": sum(len(trace.piece_uses()) for trace in plan.intervals()),
-            "unique": len({p.digest for trace in plan.intervals() for p in trace.pieces}),
+            "total": sum(len(trace.piece_uses()) for trace in plan.traces()),
+            "unique": len({p.digest for trace in plan.traces() for p in trace.pieces}),
             "segments": plan.segments(),
-            "ranges": [[r.low, r.high] for trace in plan.intervals() for r in trace.ranges]
+            "ranges": [[r.low, r.high] for trace in plan.traces() for r in trace.ranges]
             or [[symbol.low, symbol.high] for symbol in plan.symbols],
         },
         "graph_mode": {

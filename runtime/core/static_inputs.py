@@ -327,27 +327,27 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
-def split_buffers(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The engine's buffers that the model reads, and the names of those it does not.
+def unread_buffers(plan: Plan, buffers: Mapping[str, Tensor]) -> list[str]:
+    """The names of the engine's buffers that no call form of the model reads.
 
     Raises InvalidSetting for a name that is no parameter of the model's forward.
     """
-    read = {name: buffers[name] for name in buffers if any(name == i.label for i in plan.inputs)}
-    for name in buffers.keys() - read.keys():
+    read = [item.label for form in (plan, *plan.forms) for item in form.inputs]
+    unread = sorted(buffers.keys() - set(read))
+    for name in unread:
         reason = "the model's forward has no such input"
-        choices = dict.fromkeys([*(item.label for item in plan.inputs), *plan.parameters])
-        check_choice(choices, "input_buffers", name, reason)
-    return read, sorted(buffers.keys() - read.keys())
+        check_choice(dict.fromkeys([*read, *plan.parameters]), "input_buffers", name, reason)
+    return unread
 
 
 def allocate_inputs(
     compiled: CompiledModel,
     steps: Steps,
     device: torch.device,
-    owned: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     order_steps: Callable[[], None] | None,
 ) -> StaticInputs:
-    """Buffers for all inputs of a model at their largest sizes, except those the engine owns.
+    """Buffers for all inputs of a call form at their largest sizes, except the engine's `buffers`.
 
     Raises InvalidSetting for a padding policy that names no parameter of the model's forward.
     """
@@ -369,6 +369,7 @@ def allocate_inputs(
             )
         )
     limits = {symbol.label: symbol.high for symbol in plan.symbols}
+    owned = {spec.name: buffers[spec.name] for spec in specs if spec.name in buffers}
     return StaticInputs(
         specs, limits, device,
         owned=owned, any_layout=not compiled.traced, order_steps=order_steps,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...compile.ir.config import TOKENS
+from ...compile.ir.plan import dotted
 from ...dispatch import (
+    FORM,
     NO_GRAPH,
     Batch,
     BatchDescriptor,
@@ -23,20 +24,20 @@ from ...errors import (
     AutocastActive,
     BatchInvalid,
     BatchMismatch,
+    CallFormUnknown,
     DecisionOfAnother,
     InvalidArgument,
-    ModelClosed,
     StepInProgress,
 )
 from ...torch_compat.basics.tensors import (
     is_autocast_enabled,
     is_grad_enabled,
+    leaves_with_paths,
     set_grad_enabled,
     tree_map_only,
 )
 from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
-from .binding import Bind, binder, packer
 from .check import CheckStep
 from .code import ModelCode
 from .usage import Usage
@@ -65,6 +66,8 @@ class StepGraph(Protocol):
     checks: tuple[CheckStep, ...]
 
     @property
+    def code(self) -> ModelCode: ...
+    @property
     def runs_python(self) -> bool: ...
     @property
     def replay(self) -> Replay: ...
@@ -74,10 +77,10 @@ class StepGraph(Protocol):
 class StepRunner:
     """Dispatches and runs the steps of one prepared model. `use` says what they run."""
 
-    code: ModelCode
+    codes: Sequence[ModelCode]
+    """Of each call form."""
     dispatcher: Dispatcher
     _graphs: Sequence[StepGraph | None]
-    _bind: Bind
 
     def __init__(
         self, context: ForwardContext, usage: Usage, max_num_reqs: int, backend: GraphBackend
@@ -85,8 +88,6 @@ class StepRunner:
         self.context = context
         self.usage = usage
         self.running = False
-        self.checks: tuple[CheckStep, ...] = ()
-        """What a step without a graph must satisfy."""
         self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
         self.before: tuple[Callable[[Batch | None], None], ...] = ()
@@ -102,18 +103,40 @@ class StepRunner:
         self._last_graph: StepGraph | None = None
 
     def use(
-        self, code: ModelCode, dispatcher: Dispatcher, graphs: Sequence[StepGraph | None]
+        self,
+        codes: Sequence[ModelCode],
+        dispatcher: Dispatcher,
+        graphs: Sequence[StepGraph | None],
     ) -> None:
-        """Run steps with `code` from now on, and with `graphs` by graph index."""
-        plan = code.compiled.plan
-        self.code = code
+        """Run steps with `codes` from now on, and with `graphs` by graph index."""
+        self.codes = codes
+        self.code = codes[0]
         self.dispatcher = dispatcher
         self._graphs = graphs
-        self._signature = inspect.signature(code.compiled.model.forward)
-        self._bind = binder(plan, self._signature)
-        self._pack = packer(plan)
-        self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
-        self._min_num_tokens = plan.symbols[self._token_symbol].low
+
+    def code_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCode:
+        """The code of the form that a call has, by its skeleton; raises CallFormUnknown."""
+        if len(self.codes) == 1:
+            return self.code
+        for code in self.codes:
+            if code.fits(*args, **kwargs):
+                return code
+        leaves = leaves_with_paths(self.code.signature.bind(*args, **kwargs).arguments)
+        tensors = [dotted(path) for path, leaf in leaves if isinstance(leaf, Tensor)]
+        shown = ", ".join(tensors) or "no tensors"
+        raise self._no_form(f"has {shown}, which is none of the model's call forms")
+
+    def _no_form(self, fault: str) -> CallFormUnknown:
+        names = (", ".join(code.compiled.plan.tensors()) for code in self.codes)
+        shown = [f"{number}: {each}" for number, each in enumerate(names)]
+        return CallFormUnknown(fault=fault, forms="; ".join(shown))
+
+    def stating_form(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """`batch` with the form of a call."""
+        if len(self.codes) == 1:
+            return batch
+        form = self.codes.index(self.code_of(args, kwargs))
+        return replace(batch, axes={**(batch.axes or {}), FORM: form})
 
     def must_be_idle(self) -> None:
         """Raise StepInProgress inside a step."""
@@ -152,16 +175,20 @@ class StepRunner:
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
         try:
-            tensors, sizes = self._bind(stated, *args, **kwargs)
+            code = self.code if len(self.codes) == 1 else self.code_of(args, kwargs)
+            tensors, sizes = code.arguments(stated, *args, **kwargs)
         except TypeError as error:
             self._must_fit(args, kwargs, error)
             raise
-        num_tokens = sizes[self._token_symbol]
+        num_tokens = sizes[code.token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
         graph = self._graph_of(decision)
+        if graph is not None and graph.code is not code:
+            form, stated_form = self.codes.index(code), self.codes.index(graph.code)
+            raise self._no_form(f"is of form {form}, and the batch states form {stated_form}")
         if graph is None and decision.graph_index != NO_GRAPH:
-            descriptor = BatchDescriptor(num_tokens)
+            descriptor = BatchDescriptor(num_tokens, axes=decision.descriptor.axes)
             decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
         if self.running:
             raise StepInProgress()
@@ -172,7 +199,7 @@ class StepRunner:
             context.metadata = metadata
             context.decision = decision
             context.num_tokens = num_tokens
-            for check in self.checks if graph is None else graph.checks:
+            for check in code.checks if graph is None else graph.checks:
                 check(context, tensors)
             if needs_context:
                 CURRENT.set(context)
@@ -182,11 +209,11 @@ class StepRunner:
             copied = self._mark_copied if self._copied is not None else nothing
             if graph is None:
                 copied()  # every input is read in place
-                if num_tokens < self._min_num_tokens:
+                if num_tokens < code.min_num_tokens:
                     self.before_padding()
-                    results = self.code.run_padded(tensors, sizes)
+                    results = code.run_padded(tensors, sizes)
                 else:
-                    results = self.code.run(tensors, num_tokens)
+                    results = code.run(tensors, num_tokens)
             else:
                 results = graph.replay(tensors, sizes, copied)
             self.running = False
@@ -202,18 +229,18 @@ class StepRunner:
         self.usage.count(decision, num_tokens)
         if self._poison_result is not None:
             self._poison_old_results(graph, self._poison_result)
-        return self._pack(results, tensors)
+        return code.pack(results, tensors)
 
     def _must_fit(self, args: Any, kwargs: Any, error: TypeError) -> None:
         """Raise InvalidArgument for arguments that the model's forward does not take."""
         try:
-            self._signature.bind(*args, **kwargs)
+            self.code.signature.bind(*args, **kwargs)
         except TypeError as reason:
             raise InvalidArgument(
                 call="the prepared model",
                 name="its inputs",
                 value=f"arguments that do not fit: {reason}",
-                expected=f"forward{self._signature}, and metadata= and batch= by name",
+                expected=f"forward{self.code.signature}, and metadata= and batch= by name",
             ) from error
 
     def _graph_of(self, decision: Decision) -> StepGraph | None:
@@ -230,10 +257,13 @@ class StepRunner:
 
     def reads_in_place(self, decision: Decision) -> frozenset[str]:
         """See `PreparedModel.reads_in_place`."""
-        inputs, owned = self.code.compiled.plan.inputs, self.code.owned_inputs
-        without_graph = self._graphs[decision.graph_index] is None
+        graph = self._graphs[decision.graph_index]
+        codes = self.codes if graph is None else [graph.code]
         return frozenset(
-            each.label for each in inputs if without_graph or each.written or each.label in owned
+            each.label
+            for code in codes
+            for each in code.compiled.plan.inputs
+            if graph is None or each.written or each.label in code.owned_inputs
         )
 
     def copied(self) -> DeviceEvent:
@@ -251,20 +281,21 @@ class StepRunner:
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """The code, and the uncompiled `model`, on a step's inputs padded to given sizes, or to
         the lowest."""
-        tensors, sizes = self._bind(None, *args, **kwargs)
+        code = self.code_of(args, kwargs)
+        tensors, sizes = code.arguments(None, *args, **kwargs)
 
-        def code() -> Any:
-            return self._pack(self.code.run_padded(tensors, sizes, padded), tensors)
+        def compiled() -> Any:
+            return code.pack(code.run_padded(tensors, sizes, padded), tensors)
 
         def uncompiled() -> Any:
-            views = self.code.padded(tensors, sizes, padded).views
+            views = code.padded(tensors, sizes, padded).views
             by_input = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
             padded_args, padded_kwargs = tree_map_only(
                 torch.Tensor, lambda tensor: by_input.get(id(tensor), tensor), (args, kwargs)
             )
             return model(*padded_args, **padded_kwargs)
 
-        return code, uncompiled
+        return compiled, uncompiled
 
     def forget_results(self) -> None:
         """All graphs are freed: the results of the last one are not poisoned."""
@@ -272,11 +303,10 @@ class StepRunner:
 
     def close(self) -> None:
         """Steps raise ModelClosed from now on. All graphs were released."""
-        self._bind = _refuse
-        self.checks = ()
         self.before_padding = nothing
         self.context.layers = {}
-        self.code.close()
+        for code in self.codes:
+            code.close()
 
     def _poison_old_results(
         self, graph: StepGraph | None, overwrite: Callable[[torch.Tensor], object]
@@ -285,7 +315,3 @@ class StepRunner:
         if self._last_graph is not None and self._last_graph is not graph:
             self._last_graph.poison(overwrite)
         self._last_graph = graph
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    raise ModelClosed()

@@ -57,21 +57,23 @@ class ModelPolicy:
     find_mixed_rows: FindMixedRows | None
 
     def __call__(self, compiled: CompiledModel) -> Policy:
-        lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
-        config, mode = self.config, self.resolved.mode
-        if not lows:
+        config, mode, forms = self.config, self.resolved.mode, compiled.forms()
+        lows = [s.low for form in forms for s in form.plan.symbols if s.label == TOKENS]
+        if len(lows) < len(forms):
             raise without_tokens(config.inputs)
-        ends = tuple(trace.plan.ranges[-1].high for trace in compiled.traces()[:-1])
-        plan = replace(dispatch_plan(mode, config).without_sizes_below(lows[0]), ends=ends)
+        ends = sorted({t.plan.ranges[-1].high for form in forms for t in form.traces()[:-1]})
+        plan = replace(dispatch_plan(mode, config).without_sizes_below(lows[0]), ends=tuple(ends))
         pads = config.sizes.padding_limit != NO_PADDING
-        mixed = self._mixed_rows(compiled, plan) if plan.entries and pads else []
+        looked_at = forms if plan.entries and pads else []
+        mixed = [each for form in looked_at for each in self._mixed_rows(form, plan)]
         if any(each.end is None for each in mixed):
             unpadded = dispatch_plan(mode, config.changed(sizes={"padding_limit": NO_PADDING}))
-            plan = replace(unpadded.without_sizes_below(lows[0]), ends=ends)
+            plan = replace(unpadded.without_sizes_below(lows[0]), ends=tuple(ends))
         elif mixed:
             plan = replace(plan, ends=tuple(sorted({*ends, *(each.end or 0 for each in mixed)})))
-        for size in _padded_whole(compiled, config, self.owned) if plan.entries else ():
-            if self._mixed_rows(compiled, plan, size):
+        for form in forms if plan.entries else ():
+            sizes = _padded_whole(form, config, self.owned)
+            if any(self._mixed_rows(form, plan, size) for size in sizes):
                 plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
                 break
         return Policy(self.resolved, Dispatcher(plan))

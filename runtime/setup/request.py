@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 import torch
 
 from ...compile.ir.compilation import CompileRequest, ExampleArguments
+from ...compile.ir.config import call_forms
 from ...config import BundleUse, Config, compile_config
 from ...errors import InvalidSetting
 from ...torch_compat.basics.modules import original_module
@@ -41,6 +42,14 @@ def compile_request(
             value=executor,
             reason="it is no concurrent.futures.Executor",
             expected="an object whose submit(fn, *args) returns a concurrent.futures.Future",
+        )
+    forms = call_forms(config.inputs)
+    if examples is not None and len(forms) > 1:
+        raise InvalidSetting(
+            name="examples",
+            value=f"one call, and {len(forms)} call forms",
+            reason="examples of several forms are built from Config.inputs",
+            expected="no examples, or the inputs of one form",
         )
     model = original_module(model)
     first = next(itertools.chain(model.parameters(), model.buffers()), None)

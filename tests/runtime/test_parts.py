@@ -77,7 +77,7 @@ class Noting(Part):
         self.noted.append("decided")
         return False
 
-    def checks(self, graph: InstalledGraph | None) -> list[Check]:
+    def checks(self, runs: InstalledGraph | ModelCode) -> list[Check]:
         return [Check("noting", self._count)]
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,11 +254,11 @@ def test_the_listed_checks_are_those_that_run():
         rows = prepared.checks(decision)
         core = prepared._core
         graph = None if decision is None else core.graphs.installed[decision.graph_index]
-        run = core.steps.checks if graph is None else graph.checks
+        runs = graph or core.code
         of_graph = [] if graph is None else ["core"] * len(GRAPH_CHECKS)
         own = ["core"] * len(CORE_CHECKS)
-        assert [row["owner"] for row in rows] == [*own, *["checks"] * len(run), *of_graph]
-        assert len(run) == len(core.parts.checks_of(graph))
+        assert [row["owner"] for row in rows] == [*own, *["checks"] * len(runs.checks), *of_graph]
+        assert len(runs.checks) == len(core.parts.checks_of(runs))
         assert all(row["often"] for row in rows)
     names = [row["name"] for row in prepared.checks(prepared.dispatch(BATCH))]
     assert "addresses of weights and watched tensors" in names

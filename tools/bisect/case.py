@@ -14,6 +14,9 @@ from torch import Tensor
 
 from ... import BatchDescriptor, Config, RuntimeMode
 from ...compile.guards.tolerance import excess
+from ...compile.ir.config import call_forms
+from ...dispatch import FORM
+from ...errors import InvalidSetting
 from ..report.output import Output
 from ..steps import Step
 
@@ -34,6 +37,29 @@ class BisectCase:
     layers: Mapping[str, Any] = field(default_factory=dict)
     capture_metadata: Callable[[BatchDescriptor, RuntimeMode], Any] | None = None
     tolerance: float | None = None
+
+
+def of_one_form(case: BisectCase) -> BisectCase:
+    """The case with the call form of its steps; raises InvalidSetting for steps of several."""
+    forms = call_forms(case.config.inputs)
+    if len(forms) == 1:
+        return case
+    used = sorted({(step.batch.axes or {}).get(FORM, 0) for step in case.steps})
+    if len(used) > 1:
+        raise InvalidSetting(
+            name="steps",
+            value=f"steps of the call forms {', '.join(map(str, used))}",
+            reason="a search is for one call form",
+            expected="steps of one",
+        )
+    axes = [axis for axis in case.config.variants.axes if axis.name != FORM]
+    config = case.config.changed(**{"inputs": forms[used[0]], "variants.axes": axes})
+    return replace(case, config=config, steps=[_without_form(step) for step in case.steps])
+
+
+def _without_form(step: Step) -> Step:
+    axes = {name: n for name, n in (step.batch.axes or {}).items() if name != FORM}
+    return replace(step, batch=replace(step.batch, axes=axes or None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ...compile.ir.locations import error_line
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
-from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
+from .case import BisectCase, Finding, Wrong, first_wrong, load_case, of_one_form, write_script
 from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_model, run_prepared, splitting_ops
 from .operations import OpTrace, find_operation, first_difference
@@ -57,12 +57,14 @@ def bisect(
 
     `say` is called with the verdict on each stage and with what was covered. With `script` a Python
     file is written there that reproduces the finding, with the files it needs beside it; see
-    `write_script`. Raises InvalidSetting for a configuration without a stage.
+    `write_script`. Raises InvalidSetting for a configuration without a stage, and
+    for steps of several call forms.
     """
     if not any(stages(case.config)):
         reason = "graphs are off as well, which leaves nothing that could be wrong"
         expected = "to have one of the two on"
         raise InvalidSetting(name="compile", value=False, reason=reason, expected=expected)
+    case = of_one_form(case)
     with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
         own = replace(case, config=with_own_cache(case.config, Path(folder)))
         search = _Search(own, say)

@@ -40,7 +40,8 @@ def find_graph(prepared: PreparedModel, text: str) -> int:
 def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Facts:
     """The parts of a graph in order, from its trace in `folder`; JSON-able."""
     entry = prepared.dispatcher.plan.entries[graph_index]
-    plan = prepared.compiled.plan.at(entry.descriptor.num_tokens)
+    form = prepared.compiled.forms()[entry.descriptor.form]
+    plan = form.plan.at(entry.descriptor.num_tokens)
     notes = dict(prepared.recordings())[graph_index].notes
     name = re.sub(r"\W+", "_", entry.shape)
     events = json.loads((folder / f"{name}.json").read_text())["traceEvents"]

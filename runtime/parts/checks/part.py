@@ -76,7 +76,7 @@ class ChecksPart(Part):
         self._registrations = Registrations(self._compare_all)
         self._code: ModelCode | None = None
         self._of_code: Snapshot = self.addresses.snapshot()
-        self._memory: CheckStep | None = None
+        self._memory: dict[ModelCode, CheckStep | None] = {}
         self._model: ModelCheck | None = None
         self._accepted = set[str]()
         self._written = set[str]()
@@ -106,10 +106,11 @@ class ChecksPart(Part):
         events.emit("model.changes_accepted", level=logging.INFO, changes=changes)
         return changes
 
-    def checks(self, graph: InstalledGraph | None) -> list[Check]:
+    def checks(self, runs: InstalledGraph | ModelCode) -> list[Check]:
         checks = list[Check]()
-        if self._memory is not None:
-            checks.append(Check("inputs share no memory with what is written", self._memory))
+        code, graph = (runs.code, runs) if isinstance(runs, InstalledGraph) else (runs, None)
+        if (memory := self._memory.get(code)) is not None:
+            checks.append(Check("inputs share no memory with what is written", memory))
         if self._model is not None:
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
@@ -176,7 +177,7 @@ class ChecksPart(Part):
         written = {name for name, count in now.items() if count != before.get(name)}
         if not written <= self._written:
             self._written |= written
-            self._memory = memory_check(compiled, self._written)
+            self._find_shared()
         self._model.accept()
 
     def captured(self, graph: InstalledGraph) -> None:
@@ -206,7 +207,8 @@ class ChecksPart(Part):
         self._registrations.close()
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
-        self._code = self._model = self._memory = None
+        self._code = self._model = None
+        self._memory = {}
 
     def _addresses(self, name: str, snapshot: Snapshot, in_turn: bool = False) -> Check:
         if self._in_turn or in_turn:
@@ -228,10 +230,14 @@ class ChecksPart(Part):
         addresses.watch_module(compiled.model, named if compiled.traced else None)
         self._registrations.watch(compiled.model)
         self._of_code = addresses.snapshot(compiled.weights)
-        self._memory = memory_check(compiled, self._written)
+        self._find_shared()
         if compiled.conditions:
             places = partial(checked, compiled.conditions, compiled.model)
             self._model = ModelCheck(places, self._accepted)
+
+    def _find_shared(self) -> None:
+        codes = self._core.steps.codes
+        self._memory = {code: memory_check(code.compiled, self._written) for code in codes}
 
     def _host_values(self, graph: InstalledGraph) -> tuple[HostValue, ...]:
         """Host tensors whose value was baked into the graph; on a CPU those that a move of the

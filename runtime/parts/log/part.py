@@ -95,7 +95,8 @@ class LogPart(Part):
         self.unobserve(self._ranges)
         if on:
             self.observe(self._ranges)
-        self._core.code.link(range_hooks if on else None)
+        for code in self._core.steps.codes:
+            code.link(range_hooks if on else None)
         for graph in self._core.graphs.present():
             if on:
                 self.captured(graph)
@@ -175,13 +176,14 @@ class LogPart(Part):
     def captured(self, graph: InstalledGraph) -> None:
         if self._ranges in self._observers:
             size = graph.entry.descriptor.num_tokens
-            name_segments(graph.recording, self._core.code.compiled.plan.at(size))
+            name_segments(graph.recording, graph.code.compiled.plan.at(size))
 
     def code_replaced(self, code: ModelCode) -> None:
         if self.step_log is not None:
             self.step_log.dispatcher = self._core.steps.dispatcher
         if self._ranges in self._observers:
-            code.link(range_hooks)
+            for each in self._core.steps.codes:
+                each.link(range_hooks)
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers

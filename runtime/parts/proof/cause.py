@@ -38,13 +38,13 @@ def find_cause(
             return Cause.GRAPHS, every  # padding reaches real rows
         if not runs.is_right(step, PADDED_CODE, expected):
             return Cause.CODE, every
-    padded = runs.padded_sizes(decision)
-    for index, other, sizes in captured:
+    padded, alike = runs.padded_sizes(decision), runs.graphs(decision.descriptor.axes)
+    for index, other, sizes in alike:
         lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
         if lower and not runs.is_right(step, index, expected):
             return Cause.GRAPHS, every
     rebuilt = step.metadata is None or runs.rebuild is not as_it_is
-    for index, other, sizes in captured:
+    for index, other, sizes in alike:
         another = other is mode and index != decision.graph_index
         fits = sizes[TOKENS] >= step.num_tokens
         if rebuilt and another and fits and runs.is_right(step, index, expected):

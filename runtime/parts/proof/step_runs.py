@@ -89,7 +89,7 @@ class StepRuns:
 
     def state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
         """What a step may write, by name: each memory once."""
-        compiled, context = self._steps.code.compiled, self._steps.context
+        compiled, context = self._steps.code_of(args, kwargs).compiled, self._steps.context
         written = [item.written for item in compiled.plan.inputs]
         inputs = tensors_in((args, kwargs))
         named = {
@@ -208,12 +208,13 @@ class StepRuns:
         """Of the step's graph; empty if it ran without one."""
         return next((sizes for i, _, sizes in self.graphs() if i == decision.graph_index), {})
 
-    def graphs(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
-        """Index, mode and sizes of each captured graph."""
+    def graphs(self, axes: Any = None) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
+        """Index, mode and sizes of each captured graph, or of those with these `axes`."""
         sizes = self._core.dummies.sizes
         return [
             (graph.index, graph.entry.mode, sizes(graph.index))
             for graph in self._core.graphs.present()
+            if axes in (None, graph.entry.descriptor.axes)
         ]
 
     def _context(

@@ -7,18 +7,17 @@ has an owner is not entered again.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
 
-from ....compile.plan.compiled_model import CompiledModel
 from ....dispatch import RuntimeMode
 from ....torch_compat.basics.tensors import inner_tensors
 from ...backends.protocol import Memory
-from ...core.static_inputs import StaticInputs
+from ...core.code import ModelCode
 
 
 class Owner(StrEnum):
@@ -93,14 +92,15 @@ class MemoryLedger:
         return sum(self._bytes.values())
 
 
-def opening_ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
+def opening_ledger(codes: Sequence[ModelCode]) -> MemoryLedger:
     """Weights and static buffers; the engine enters its KV cache and workspaces."""
-    ledger = MemoryLedger()
+    ledger, compiled = MemoryLedger(), codes[0].compiled
     if compiled.traced:
         ledger.own(Owner.WEIGHTS, compiled.weights.values())
     else:  # it can read every weight of the model
         ledger.own(Owner.WEIGHTS, [*compiled.model.parameters(), *compiled.model.buffers()])
-    ledger.own(Owner.STATIC_BUFFERS, inputs.at(inputs.limits).views)
+    for code in codes:
+        ledger.own(Owner.STATIC_BUFFERS, code.inputs.at(code.inputs.limits).views)
     return ledger
 
 

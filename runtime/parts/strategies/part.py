@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -114,7 +113,7 @@ class StrategiesPart(Part):
 
     def code_replaced(self, code: ModelCode) -> None:
         if self._ledger is None:
-            self._ledger = opening_ledger(code.compiled, code.inputs)
+            self._ledger = opening_ledger(self._core.steps.codes)
 
     def facts(self) -> dict[str, Any]:
         return {"memory": self.ledger.rows()}
@@ -123,7 +122,7 @@ class StrategiesPart(Part):
         """Bytes that the largest step takes while it runs without a graph."""
         environment, dummies = self._core.environment, self._core.dummies
         try:
-            return environment.backend.working_memory(partial(dummies.run, dummies.limits))
+            return environment.backend.working_memory(dummies.run)
         except (DummyStepFailed, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as of a capture: ops may lack metadata

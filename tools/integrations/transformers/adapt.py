@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .... import AttentionSupport, Config
+from .... import AttentionSupport, Config, ForwardContext, forward_context
 from ....torch_compat.basics.tensors import TorchDispatchMode
-from .attention import SPLITTING_OP
+from .attention import SPLITTING_OP, PackedRequests
 from .configuration import setting, settle_sets
 from .heads import find_head
 from .mixers import MIXER_OP
@@ -89,11 +89,31 @@ class PackedModel(nn.Module):
         self.settings = {**SETTINGS, "splitting_ops": tuple(op for op, used in ops if used)}
         """Settings of `Config`: the ops of this model, its inputs, what its attention supports."""
 
+    def call_forms(self) -> tuple[dict[str, str | None], ...]:
+        """`inputs` of `Config` for a model that is called with ids, or with rows of embeddings.
+
+        Raises ModelNotAdaptable for a model that does more with ids than to look up their rows.
+        """
+        with errors_of(self.model):
+            ids = torch.arange(3, 8, device=self.model.device)
+            rows = self.model.get_input_embeddings()(ids)
+            context, positions = ForwardContext(self.layers, PackedRequests((5,))), ids - 3
+            with torch.no_grad(), forward_context(context):
+                by_ids = self(ids, positions)
+                _compare(self.model, self(None, positions, inputs_embeds=rows), by_ids)
+        embeds = f"{str(rows.dtype).removeprefix('torch.')}[num_tokens, {rows.shape[1]}]"
+        return {**INPUTS}, {**INPUTS, "input_ids": None, "inputs_embeds": embeds}
+
     def forward(
-        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids[None]}
-        return run_packed(self.model, input_ids, positions, self.proof.offset, **types)
+        given = {"token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
+        others = {name: each[None] for name, each in given.items() if each is not None}
+        return run_packed(self.model, input_ids, positions, self.proof.offset, **others)
 
 
 class _Called(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -95,11 +95,16 @@ def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
 
 
 def run_packed(
-    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, offset: int, **others: Tensor
+    model: PreTrainedModel,
+    input_ids: Tensor | None,
+    positions: Tensor,
+    offset: int,
+    **others: Tensor,
 ) -> Tensor:
     """The forward over packed tokens: two (T,) int64 tensors to hidden states (T, hidden)."""
     place = positions + offset if offset else positions
-    result = model(input_ids=input_ids[None], position_ids=place[None], **others)
+    ids = None if input_ids is None else input_ids[None]
+    result = model(input_ids=ids, position_ids=place[None], **others)
     hidden: Tensor = result.last_hidden_state
     return hidden[0]
 
