@@ -82,10 +82,12 @@ class Ownership:
     `constant` are the storages that no code writes to: weights, but for those that are written.
     """
 
-    __slots__ = ("_found", "_made", "_returned", "constant", "left")
+    __slots__ = ("_found", "_made", "_returned", "before_collective", "constant", "left")
 
     def __init__(self, constant: Collection[int] = ()) -> None:
         self.constant = constant
+        self.before_collective: Callable[[str], None] = lambda op: None
+        """Called where a capture that runs what it records is about to wait for other ranks."""
         self._made: dict[int, StorageWeakRef] = {}
         self._returned: dict[int, StorageWeakRef] = {}
         self.left: dict[int, Left] = {}

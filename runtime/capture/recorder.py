@@ -10,9 +10,10 @@
 
 A capture executes nothing: no graph is replayed and no splitting op runs before the first step. An
 engine may register memory with other devices after all captures, and a rank whose capture fails
-leaves no other rank in a collective. Only a backend that emulates captures runs what the next
-graph depends on, because its captures compute true values. There ranks agree before each splitting
-op that none has failed. Ranks also agree before the warm-up run, which is a run like any step.
+leaves no other rank in a collective. Only a backend that emulates captures runs what the next graph
+depends on, because its captures compute true values. There ranks agree before each splitting op,
+and before each collective inside a graph, that none has failed. Ranks also agree before the warm-up
+run, which is a run like any step.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ class Recorder:
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
         self.ownership = ownership
+        ownership.before_collective = session.agreement.before
         self._session = session
         self._open: Capture | None = None
         self.in_op = False

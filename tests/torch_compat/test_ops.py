@@ -298,3 +298,28 @@ def test_arguments_that_are_sizes_are_told_from_numbers():
     assert (numbers[0] is x, sizes) == (True, [0, 1, 2])
     numbers, sizes = ops.scalar_and_size_arguments(aten.mul.Scalar, (x, 5), {})
     assert (numbers[1], sizes) == (5, [])
+
+
+def test_a_collective_writes_its_arguments_and_is_awaited():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        calls = list[Any]()
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func.namespace == ops.COLLECTIVES:
+                    calls.append((func, args, kwargs or {}))
+                return func(*args, **(kwargs or {}))
+
+        tensor = torch.ones(2)
+        with Seen():
+            torch.distributed.all_reduce(tensor)
+        ((func, args, kwargs),) = calls
+        assert ops.is_mutable(func)
+        assert ops.mutated_arguments(func, args, kwargs)[0] == [tensor]
+        (again,), work = ops.awaited(func, *args, **kwargs)
+        assert again is tensor
+        assert type(work) is torch.ScriptObject
+    finally:
+        torch.distributed.destroy_process_group()

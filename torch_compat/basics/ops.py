@@ -68,9 +68,21 @@ def schemas(op: Any) -> list[str]:
     return [str(overload._schema) for overload in overloads(op)]
 
 
+COLLECTIVES = "c10d"
+"""The namespace of the ops of `torch.distributed`, which return before they have ended."""
+
+
+def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call a collective of `torch.distributed` and wait until it has ended."""
+    result = op(*args, **kwargs)
+    work = result[-1] if isinstance(result, tuple) else result
+    work.wait()
+    return result
+
+
 def is_mutable(op: OpOverload) -> bool:
-    """Whether the schema of `op` says that it writes to an argument."""
-    return bool(op._schema.is_mutable)
+    """Whether the schema of `op` says that it writes to an argument, or could not say it."""
+    return bool(op._schema.is_mutable) or op.namespace == COLLECTIVES
 
 
 def returns_nothing(op: OpOverload) -> bool:
@@ -79,12 +91,16 @@ def returns_nothing(op: OpOverload) -> bool:
 
 
 def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """Each argument of a call of `op`, and whether `op` writes to it according to its schema."""
+    """Each argument of a call of `op`, and whether `op` writes to it according to its schema.
+
+    Schemas of collectives state no writes: any argument of theirs may be written.
+    """
     for position, argument in enumerate(op._schema.arguments):
         if position < len(args) or argument.name in kwargs:
             value = args[position] if position < len(args) else kwargs[argument.name]
             alias = argument.alias_info
-            yield value, alias is not None and bool(alias.is_write)
+            may_write = op.namespace == COLLECTIVES
+            yield value, may_write or (alias is not None and bool(alias.is_write))
 
 
 def scalar_and_size_arguments(op: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:

@@ -8,7 +8,7 @@ operators it calls; an op that calls none is itself one operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....errors import HostReadInCapture
 from ....torch_compat.basics.ops import (
+    COLLECTIVES,
     OpOverload,
+    awaited,
     is_higher_order,
     returns_nothing,
 )
@@ -70,7 +72,8 @@ class Tape(TensorTracker):
         fresh = self.fresh(result, used)
         acts = written or returns_nothing(func)
         if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
-            self._record(func, args, kwargs, result, fresh)
+            call = partial(awaited, func) if func.namespace == COLLECTIVES else func
+            self._record(call, args, kwargs, result, fresh)
         return result
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -86,6 +89,11 @@ class Tape(TensorTracker):
             fresh = self.fresh(result, used)
             self._record(fn, args, {}, result, fresh)
         return result
+
+    def refuse(self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]) -> None:
+        super().refuse(func, args, kwargs, used)
+        if func.namespace in (COLLECTIVES, "_c10d_functional"):
+            self.ownership.before_collective(str(func))
 
     def refuse_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         self.ownership.refuse_left((args, kwargs))

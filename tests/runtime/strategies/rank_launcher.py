@@ -25,10 +25,10 @@ from piecegraph import Batch, Config, Dispatcher, GraphMode, PreparedModel, brea
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.captures import Captures
-from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recorder import ACTIVE, record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
-from piecegraph.runtime.core.records import CaptureFailure, Records
+from piecegraph.runtime.core.records import CaptureFailure, CaptureRecord, Records
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
@@ -136,14 +136,48 @@ def reducing(ranks: Ranks, **settings: Any) -> PreparedModel:
     return prepare(Reducing(), config, backend=ReplayBackend(), ranks=ranks)
 
 
+class ReducingInside(torch.nn.Module):
+    """Two collectives inside a FULL graph; `fault` is called between."""
+
+    def __init__(self, fault: Callable[[int], None] = lambda rows: None) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        self.fault(len(x))
+        dist.all_reduce(count)
+        return x * 2 * count
+
+
+def one_fails_inside_a_graph(ranks: Ranks, odd: bool) -> list[str]:
+    """The capture of four tokens fails on the odd rank, between two collectives of the graph."""
+
+    def fault(rows: int) -> None:
+        recorder = ACTIVE.get()
+        if odd and recorder is not None and recorder._open is not None and rows == 4:
+            raise RuntimeError("out of something")
+
+    config = Config(
+        compile=False, graph_mode="FULL", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
+        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), attention={"support": 3},
+    )  # fmt: skip
+    model = ReducingInside(fault)
+    prepared = prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+    seconds = seconds_of_failure(prepared)
+    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
+    return [*reasons, *modes(prepared, 4, 2, model=model), f"{seconds:.1f}"]
+
+
 def one_fails_beside_a_collective(ranks: Ranks, odd: bool) -> list[str]:
     """The odd rank fails at the second graph of its last capture, in the middle of it."""
     prepared = reducing(ranks)
     if odd:
         prepared.backend.options = ReplayOptions(failing_captures=frozenset({8}))  # type: ignore[attr-defined]
-    prepared.capture()
+    seconds = seconds_of_failure(prepared)
     reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
-    return [*reasons, *modes(prepared, 4, 2)]
+    return [*reasons, *modes(prepared, 4, 2), f"{seconds:.1f}"]
 
 
 def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
@@ -167,14 +201,22 @@ def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
     return [*seen, str(proved), str(facts["stopped"]), str(took_out)]
 
 
-def modes(prepared: PreparedModel, *sizes: int) -> list[str]:
+def seconds_of_failure(prepared: PreparedModel) -> float:
+    """Capture; the seconds that captures took which failed."""
+    began = time.monotonic()
+    prepared.capture()
+    captured = sum(record.ms for record in prepared.records.of(CaptureRecord)) / 1000
+    return time.monotonic() - began - captured
+
+
+def modes(prepared: PreparedModel, *sizes: int, model: torch.nn.Module | None = None) -> list[str]:
     """Run steps; mode and padded size of each, and whether its rows are the model's."""
     seen = []
     for n in sizes:
         x = torch.randn(n, 2)
         decision = prepared.dispatch(Batch(n, n))
         rows = prepared.run(decision, x).clone()
-        right = torch.allclose(rows, Reducing()(x), atol=1e-5)
+        right = torch.allclose(rows, (model or Reducing())(x), atol=1e-5)
         padded = decision.descriptor.num_tokens
         seen.append(f"{decision.mode.name} {padded} {'right' if right else 'wrong'}")
     return seen
@@ -228,7 +270,7 @@ SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
     for scene in (
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
-        one_is_wrong,
+        one_is_wrong, one_fails_inside_a_graph,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ SCENES = (
     "agree-4-4", "die-2-0", "one_cannot_capture-2-1", "one_sees_another_batch-4-3",
     "limits_differ-2-1", "one_cannot_probe-2-1", "one_fails_beside_a_collective-2-1",
     "one_fails_beside_a_collective-4-2", "one_is_wrong-2-1", "one_is_wrong-4-2",
+    "one_fails_inside_a_graph-2-1", "one_fails_inside_a_graph-4-2",
 )  # fmt: skip
 
 Outcomes = dict[int, dict[str, Any]]
@@ -110,13 +111,29 @@ def test_ranks_go_by_the_least_memory(outcomes):
     assert len(results[0]) == 1
 
 
+MOST_SECONDS = 5.0
+"""Of the capture that fails. A rank that is left inside a collective waits for a minute."""
+
+
 @pytest.mark.parametrize("scene", ["2-1", "4-2"])
 def test_failure_35_a_capture_that_fails_beside_a_collective(outcomes, scene):
     """No rank waits inside the collective, and all name the one that failed."""
     for outcome in outcomes(f"one_fails_beside_a_collective-{scene}").values():
-        reason, *modes = outcome["result"]
+        reason, *modes, seconds = outcome["result"]
         assert reason.startswith(f"rank {scene[-1]}: capturing PIECEWISE 2 failed")
         assert modes == ["PIECEWISE 4 right", "PIECEWISE 4 right"]
+        assert float(seconds) < MOST_SECONDS
+
+
+@pytest.mark.parametrize("scene", ["2-1", "4-2"])
+def test_failure_35_a_capture_that_fails_between_collectives_of_its_graph(outcomes, scene):
+    for outcome in outcomes(f"one_fails_inside_a_graph-{scene}").values():
+        reason, *modes, seconds = outcome["result"]
+        assert reason.startswith(
+            f"rank {scene[-1]}: capturing FULL 4 failed: RuntimeError: out of something"
+        )
+        assert modes == ["NONE 4 right", "FULL 2 right"]
+        assert float(seconds) < MOST_SECONDS
 
 
 @pytest.mark.parametrize("scene", ["2-1", "4-2"])
