@@ -416,6 +416,8 @@ MUTANTS = [
      f"{PADDED} -k slots"),
     (TRIALS, "extreme=True, moved=True)) if pads", "extreme=True)) if pads",
      f"{PADDED} -k slots"),
+    ("tools/integrations/transformers/proof.py", "proof = replace(proof, mixers=mixers)", "pass",
+     "tests/compile/test_proof.py -k scale_by_row"),
     (RUNS, "step.attributes.restore()", "pass", f"{LIVE}/test_shadow.py -k sees_python"),
     (RUNS, "            if not repairs:\n                held.restore()",
      "            pass",

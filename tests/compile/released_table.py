@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,11 @@ from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PiecegraphError
 from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests, proof
 from piecegraph.tools.integrations.transformers.rope import settle_rope
-from piecegraph.tools.integrations.transformers.small import build_calm, small_configs
+from piecegraph.tools.integrations.transformers.small import (
+    build_calm,
+    counterparts,
+    small_configs,
+)
 
 from .released import RELEASED, released_model
 from .starts import EntryPoint
@@ -98,6 +102,8 @@ def cold(name: str, dtype: str, compiler: str, folder: Path) -> dict[str, Any]:
         return {"outcome": "refused", "reason": str(error), "seconds": seconds}
     row = {"seconds": known.seconds, "offset": known.offset, "padding": known.padding}
     *_, config = small_configs(published)
+    mixers = counterparts(known.mixers, type(published), published.config, config)
+    known = replace(known, mixers=mixers)
     small = Copy(type(published), config, dtype, compiler, known, folder)
     try:
         row |= compared(small)

@@ -42,6 +42,7 @@ from .routing import ONE_REQUEST, Routes, refusal, route
 from .small import (
     NoCopy,
     build_calm,
+    counterparts,
     hidden_states,
     is_stack,
     reach,
@@ -154,13 +155,16 @@ def prove(model: PreTrainedModel) -> Requirements:
 
 
 def _proved(model: PreTrainedModel, all_heads: bool = False) -> Requirements:
-    proof = Requirements()
+    proof, kind = Requirements(), type(model)
     try:
         for config in small_configs(model, all_heads):
-            own = build_calm(type(model), config)
+            own = build_calm(kind, config)
             own.load_state_dict(_like(copy.deepcopy(own), model).state_dict())
             settle_rope(own)
-            proof = _Bench(model, own, reach(config)).prove(proof)
+            known = counterparts(proof.mixers, kind, model.config, config)
+            proof = _Bench(model, own, reach(config)).prove(replace(proof, mixers=known))
+            mixers = counterparts(proof.mixers, kind, config, model.config)
+            proof = replace(proof, mixers=mixers)
     except NoCopy as error:
         raise refusal(model, f"no small copy of it runs ({error})", RUNNABLE) from error
     return proof

@@ -110,6 +110,26 @@ def kind_of(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def counterparts(
+    names: Sequence[str], kind: Any, source: PreTrainedConfig, target: PreTrainedConfig
+) -> tuple[str, ...]:
+    """For each layer in `names` of `source` the first of its kind in `target`, another
+    configuration of the class, which may number layers otherwise. Raises NoCopy."""
+    if not names:
+        return ()
+    layers, others = _on_meta(kind, source), [*_on_meta(kind, target).named_modules()]
+
+    def counterpart(name: str) -> str:
+        layer = layers.get_submodule(name)
+        same = {at: each for at, each in others if type(each) is type(layer)}
+        like = (at for at, each in same.items() if kind_of(each) == kind_of(layer))
+        if (at := next(like, name if name in same else None)) is None:
+            raise NoCopy(f"the configuration has no layer like {name} of the copy")
+        return at
+
+    return tuple(map(counterpart, names))
+
+
 def is_stack(name: str, module: nn.Module) -> bool:
     """Whether `module` is a list of layers, and not of parts of a layer."""
     return isinstance(module, nn.ModuleList) and not re.search(r"\.\d", name)
