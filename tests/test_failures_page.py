@@ -10,7 +10,10 @@ TESTS = {
     for path in (ROOT / "tests").rglob("test_*.py")
     for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
 }
-PROJECTS = "vllm|sglang|triton|dynamo|1cat|insitubatch|pytorch|transformers|xllm"
+PROJECTS = (
+    "vllm|sglang|triton|dynamo|1cat|insitubatch|pytorch|transformers|xllm"
+    "|rtp|infinilm|ascend|recipes"
+)
 CODE = re.compile(rf"_(?:failure_(\d+|w\d+)|(w\d+)|((?:{PROJECTS})_\d+))(?=_|$)", re.IGNORECASE)
 
 

@@ -155,7 +155,7 @@ def test_result_of_a_plain_class_is_named_as_the_result(compiled):
         compiled(Body(lambda m, x: Opaque(m.linear(x))), inputs=X)
 
 
-def test_weights_on_the_meta_device():
+def test_vllm_38675_weights_on_the_meta_device():
     with torch.device("meta"):
         model = nn.Linear(4, 4)
     with pytest.raises(InvalidSetting, match="meta device"):

@@ -295,7 +295,7 @@ def test_a_padding_limit_that_nothing_keeps_is_an_error(limit):
         PaddingLimit(**limit)
 
 
-def test_a_rank_without_requests_can_follow_any_captured_graph():
+def test_ascend_15347_a_rank_without_requests_can_follow_any_captured_graph():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     for graph_index in range(len(it.plan.entries)):
         assert it.follow(graph_index, Batch(0, 0)).graph_index == graph_index

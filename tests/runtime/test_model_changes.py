@@ -158,7 +158,9 @@ def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_grap
         torch.testing.assert_close(step(untraced, x), model(x))
 
 
-def test_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(model, untraced, monkeypatch):
+def test_sglang_38943_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(
+    model, untraced, monkeypatch
+):
     monkeypatch.setattr(model_check, "perf_counter", itertools.count().__next__)
     untraced.capture()
     x = torch.randn(5, 8)

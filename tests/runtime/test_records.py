@@ -68,7 +68,7 @@ def test_two_models_with_one_events_report_their_own(events):
     assert events.counters["dynamo_traces"] == 2
 
 
-def test_phases_add_up_to_prepare_and_to_the_start_of_the_process(events):
+def test_vllm_27815_phases_add_up_to_prepare_and_to_the_start_of_the_process(events):
     startup = prepared_with(events).report()["startup"]
     seconds = [phase["seconds"] for phase in startup["phases"]]
     assert sum(seconds) == pytest.approx(startup["prepare_seconds"])

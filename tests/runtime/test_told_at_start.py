@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("settings", WRONG.values(), ids=WRONG)
-def test_a_wrong_configuration_is_told_with_its_remedy(settings):
+def test_recipes_5_vllm_49549_a_wrong_configuration_is_told_with_its_remedy(settings):
     wrong, what, todo = settings
     told = remarks_of(Config(**(RIGHT | wrong)))
     assert [remark for remark in told if what in remark.what and todo in remark.todo], told

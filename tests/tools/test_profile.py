@@ -87,7 +87,7 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
 
 
 @pytest.mark.compile
-def test_each_capture_has_a_trace_and_its_graph_a_table(make_decoder, tmp_path):
+def test_vllm_45069_each_capture_has_a_trace_and_its_graph_a_table(make_decoder, tmp_path):
     prepared, _ = make_decoder
     operations = {recording.name: recording.operations for _, recording in prepared.recordings()}
     assert operations["PIECEWISE 2"] == len(prepared.compiled.plan.steps)  # no range among them

@@ -70,7 +70,7 @@ KEPT = pytest.mark.needs_torch("2.12", "Dynamo 2.11 cannot trace a kept result o
 @pytest.mark.parametrize(
     "form", [pytest.param(each, marks=[KEPT] * (each == "kept result")) for each in FORMS]
 )
-def test_report_names_the_condition_and_the_line(form, tmp_path, monkeypatch):
+def test_pytorch_189330_report_names_the_condition_and_the_line(form, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     before, result, expected = FORMS[form]
     file = tmp_path / "case.py"

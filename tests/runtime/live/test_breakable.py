@@ -393,7 +393,7 @@ def write_kept(kept: Any, q: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("leave", [leave_new, leave_result])
-def test_a_tensor_that_leaves_a_break_is_refused_with_both_lines(leave):
+def test_vllm_45341_a_tensor_that_leaves_a_break_is_refused_with_both_lines(leave):
     with pytest.raises(AllCapturesFailed, match="left elsewhere") as caught:
         prepared_for(Leaving(leave), GraphMode.PIECEWISE)
     first = Leaving.forward.__code__.co_firstlineno + 1

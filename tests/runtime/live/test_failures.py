@@ -174,7 +174,7 @@ def no_metadata(descriptor: Any, mode: Any) -> Any:
 @pytest.mark.parametrize(
     "settings", [{}, {"steps": {"memory_limit": 0.5}}, {"strategy": "delayed"}]
 )
-def test_metadata_that_cannot_be_made_is_the_callers_error(serve, settings):
+def test_vllm_54044_metadata_that_cannot_be_made_is_the_callers_error(serve, settings):
     served = serve(**settings)
     line = no_metadata.__code__.co_firstlineno + 1
     with pytest.raises(MetadataFailed, match=f"RuntimeError: block.*test_failures.py:{line}"):

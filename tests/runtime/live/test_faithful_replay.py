@@ -205,7 +205,7 @@ class Reading(nn.Module):
 @NUMPY_WARNS
 @pytest.mark.parametrize("fn", VALUE_READS)
 @pytest.mark.parametrize("is_op", [True, False])
-def test_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
+def test_infinilm_540_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
     op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
     model = Reading(break_graph(fake=lambda x, out: None)(op))
     config = Config(

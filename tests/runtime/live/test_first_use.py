@@ -110,7 +110,9 @@ MODES = [("PIECEWISE", (OP,)), ("FULL", (OP,)), ("FULL", ())]
 
 @pytest.mark.parametrize(("mode", "splits"), MODES)
 @pytest.mark.parametrize("where", HOLDERS)
-def test_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(model, mode, splits, where):
+def test_sglang_32718_a_buffer_that_the_first_run_fills_is_refused_as_a_whole(
+    model, mode, splits, where
+):
     layer = Layer(HOLDERS[where](model), set_up)
     prepared = prepared_for(model, {"layer": layer}, mode, splitting_ops=splits)
     for start in (prepared.capture, lambda: prepared.warm_up()):
@@ -166,7 +168,7 @@ class Deriving(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode):
+def test_sglang_38994_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode):
     model, lens = Deriving(), torch.ones(16)
     prepared = prepared_for(model, {}, mode, splitting_ops=("first_tests::derive",))
     prepared.watch("lens", lens)

@@ -57,7 +57,7 @@ def config(mode: str, **settings: Any) -> Config:
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_splitting_op_is_held_to_its_fake_kernel(monkeypatch, mode, lie):
+def test_pytorch_182328_a_splitting_op_is_held_to_its_fake_kernel(monkeypatch, mode, lie):
     fn, words = LIES[lie]
     prepared = prepare(Model(), config(mode))
     x = torch.rand(3, 4)

@@ -465,7 +465,7 @@ class Bounded(SimpleNamespace):
     graph_bounds = ("longest",)
 
 
-def test_a_bound_may_fall_but_not_rise():
+def test_rtp_1265_a_bound_may_fall_but_not_rise():
     metadata = Bounded(longest=8, scale=2.0)
     prepared = prepared_for(lambda m: m.longest * 0.0 + 1.0, "FULL", metadata=metadata)
     for longest in (8, 3):

@@ -359,7 +359,7 @@ class Metadata:
     unread: torch.Tensor
 
 
-def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(serve):
+def test_failure_12_vllm_44868_metadata_in_other_memory_than_captured_is_an_error(serve):
     served = serve()
     starts = served.stage.starts
 

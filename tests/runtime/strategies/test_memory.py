@@ -71,6 +71,11 @@ def test_several_graphs_of_one_size_count_as_the_largest_of_them():
     assert mixed.total([(FULL, 8), (FULL, 4)]) == 900 + 30
 
 
+def test_vllm_44740_a_probe_that_gives_memory_back_makes_no_negative_forecast():
+    forecast = Forecast({FULL: fit([(8, -900), (8, 42), (4, -30), (2, -12)], alone=-62)})
+    assert all(forecast.total([(FULL, size)] * 2) >= 0 for size in (1, 2, 3, 4, 8))
+
+
 def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured():
     straight = [(64, 900), (48, 58), (32, 42), (16, 26), (2, 12)]
     assert fit(straight).error == 0

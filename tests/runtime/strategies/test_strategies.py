@@ -237,7 +237,7 @@ def capture_and_use(served):
 
 
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
-def test_graphs_return_in_idle_time_the_most_used_first(make, strategy):
+def test_vllm_57899_graphs_return_in_idle_time_the_most_used_first(make, strategy):
     served = make(strategy=strategy)
     before = capture_and_use(served)
     there = len(served.captured())
