@@ -35,7 +35,7 @@ WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 
 unit: $(VENV)/.dev
-	$(PYTEST) -m "not gpu and not heavy"
+	$(PYTEST) --durations=30 --durations-min=5 -m "not gpu and not heavy"
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not compile and not slow and not gpu and not heavy"
