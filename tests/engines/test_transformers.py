@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ pytest.importorskip("psutil")
 
 from piecegraph import Config, Events  # noqa: E402
 from piecegraph.tools.integrations.continuous_batching import accelerate  # noqa: E402
+
+from .checkpoints import decisive, smollm2, smollm2_prompts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -47,17 +51,50 @@ FAMILIES = {
 
 
 def model_of(family: str) -> Any:
-    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    if family == "smollm2":
+        return kind.from_pretrained(**smollm2(), dtype=torch.float32).eval()
     config = FAMILIES[family](transformers)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return decisive(kind.from_config(config, attn_implementation="sdpa")).eval()
+
+
+@contextmanager
+def planted(fault: str) -> Iterator[None]:
+    """In transformers alone: attention gives zeros, or each step of several tokens stores another
+    first row in the KV cache of the first layer."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    functions = transformers.AttentionInterface._global_mapping
+    attend, update = functions["sdpa"], PagedAttentionCache.update
+
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(attend(*args, **kwargs)[0]), None
+
+    def overwritten(self: Any, keys: Any, values: Any, layer_idx: int, kwargs: Any) -> Any:
+        if layer_idx == 0 and keys.shape[2] > 1:
+            keys, values = keys.clone(), values.clone()
+            keys[:, :, 0], values[:, :, 0] = 3.0, 3.0
+        return update(self, keys, values, layer_idx, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "attention":
+            patch.setitem(functions, "sdpa", zeros)
+        else:
+            patch.setattr(PagedAttentionCache, "update", overwritten)
+        yield
+
+
+def prompts_of(model: Any) -> list[list[int]]:
+    """Some are prefilled in chunks: 8 questions to the trained model, or 64 of random tokens."""
+    if model.config.vocab_size > 1000:
+        return smollm2_prompts(transformers.AutoTokenizer.from_pretrained(**smollm2()), 8)
+    draw = torch.Generator().manual_seed(1)
+    lengths = (2, 9, 33, 90) * 16
+    return [torch.randint(3, 256, (length,), generator=draw).tolist() for length in lengths]
 
 
 def tokens(model: Any) -> list[list[int]]:
-    """64 requests, some of which are prefilled in chunks."""
-    draw = torch.Generator().manual_seed(1)
-    prompts = [
-        torch.randint(3, 256, (length,), generator=draw).tolist() for length in (2, 9, 33, 90) * 16
-    ]
+    prompts = prompts_of(model)
     settings = transformers.GenerationConfig(
         max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -72,10 +109,14 @@ def tokens(model: Any) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["smollm2", *FAMILIES])
 def test_tokens_are_those_of_transformers(family):
-    expected = tokens(model_of(family))
+    """The comparison can fail: with a fault in transformers alone, tokens are others."""
     model = model_of(family)
+    expected = tokens(model)
+    for fault in ("attention", "KV row"):
+        with planted(fault):
+            assert tokens(model) != expected, fault
     config = Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
     prepared = accelerate(model, config)
     assert tokens(model) == expected

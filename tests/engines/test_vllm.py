@@ -323,7 +323,7 @@ class Doubled(torch.nn.Module):
         return torch.ops.engine_tests.copied(positions + 1) * 2 - 2
 
 
-def test_steps_that_vllm_captures_or_runs_uncompiled(monkeypatch):
+def test_steps_that_vllm_captures_or_runs_uncompiled(monkeypatch, caplog):
     """Inside a capture of vLLM none of ours begins, nor is a graph of ours replayed."""
     from piecegraph.tools.integrations import vllm as integration
 
@@ -355,6 +355,9 @@ def test_steps_that_vllm_captures_or_runs_uncompiled(monkeypatch):
     assert len(prepared.recordings()) == at_startup + 1
     vllm_captures = True
     assert modes().count("NONE") >= 3
+    for other in (torch.arange(9), torch.arange(4.0)):  # too many tokens, another form
+        assert step(other).tolist() == step(other).tolist() == (other * 2).tolist()
+    assert caplog.text.count("a step is not as it was prepared") == 2
     context.skip_compiled = True
     before = sum(row["count"] for row in prepared.usage.rows())
     assert len(modes()) == before
@@ -373,3 +376,112 @@ def test_captures_on_a_device_run_in_the_context_of_vllms_own(monkeypatch):
         with integration.capture_context(torch.device(name)):
             pass
     assert entered == [torch.device("cuda:1")]
+
+
+class Runner:
+    """A model runner for vLLM's GPU worker, which writes down what is called in which order."""
+
+    model_memory_usage, lora_config, is_pooling_model = 0, None, False
+
+    def __init__(self, model, order):
+        self.model, self.order = model, order
+
+    def get_model(self):
+        return self.model
+
+    def profile_run(self, **options):
+        from vllm.config import get_current_vllm_config
+        from vllm.forward_context import set_forward_context
+
+        self.order.append("profile run")
+        with set_forward_context(None, get_current_vllm_config()):  # the latter fails outside of it
+            self.model(torch.arange(32))
+
+    def profile_cudagraph_memory(self):
+        self.order.append("vLLM's estimate")
+        return 1000
+
+    def capture_model(self):
+        self.order.append("vLLM's captures")
+        return 2000
+
+    def _dummy_run(self, num_tokens, **options):
+        return None, None
+
+    def _dummy_sampler_run(self, hidden_states):
+        self.order.append("sampler")
+
+    def maybe_remove_all_loras(self, config):
+        pass
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_graphs_are_planned_and_captured_where_vllms_gpu_worker_does(monkeypatch, given_up):
+    """Its own functions say when, with a stand-in for a device: before its monitors and the freeze
+    of its heap, and before it sizes its KV cache."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.v1.worker import gpu_worker
+
+    from piecegraph.tools.integrations import vllm as integration
+
+    order: list[str] = []
+    patch, gpu = monkeypatch.setattr, gpu_worker.Worker
+    for name in ("determine_available_memory", "compile_or_warm_up_model"):
+        patch(integration.PlatformWorker, name, getattr(gpu, name))
+    for module, name in ((gpu, "_maybe_activate_jit_monitor"), (gpu_worker, "freeze_gc_heap"),
+                         (gpu_worker, "enable_gpu_sync_check")):  # fmt: skip
+        patch(module, name, lambda *_, name=name: order.append(name))
+    profile = SimpleNamespace(after_profile=SimpleNamespace(free_memory=0), total_consumed=0,
+                              transient_peak_headroom=0, non_kv_cache_memory=0)  # fmt: skip
+    patch(gpu_worker, "memory_profiling", lambda *_, **__: nullcontext(profile))
+    for name in ("kernel_warmup", "maybe_apply_startup_plan", "maybe_save_startup_plan"):
+        patch(gpu_worker, name, lambda *_: None)
+    patch(gpu_worker, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    patch(integration, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    patch(type(integration.current_platform), "is_cpu", lambda _: False)
+    patch(type(integration.current_platform), "is_cuda_alike", lambda _: True)
+    patch(torch.cuda, "is_current_stream_capturing", lambda: False)
+    patch(integration, "passes_of", lambda config: {})  # kernels of a GPU
+    patch(gpu, "_scoped_allocator_max_split", lambda *_, **__: nullcontext())
+
+    vllm_config = VllmConfig(
+        additional_config={"piecegraph": {"compiler": "eager", "cache": False}}
+    )
+    compilation = vllm_config.compilation_config
+    compilation.backend, compilation.splitting_ops = "eager", ["engine_tests::copied"]
+    compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    compilation.cudagraph_capture_sizes = [4, 8]
+    model = Doubled()
+    worker = object.__new__(integration.Worker)
+    memory = SimpleNamespace(free_memory=1 << 30, total_memory=1 << 30)
+    worker.__dict__ |= {
+        "vllm_config": vllm_config, "compilation_config": compilation,
+        "model_config": SimpleNamespace(enforce_eager=False, seed=0, multimodal_config=None),
+        "device": torch.device("cpu"), "use_v2_model_runner": False, "init_snapshot": memory,
+        "requested_memory": 1 << 30, "model_runner": Runner(model, order), "lora_config": None,
+        "randomize_dummy_inputs": False, "profiler": None,
+    }  # fmt: skip
+    for name in ("cache", "scheduler", "parallel", "observability"):
+        worker.__dict__[f"{name}_config"] = getattr(vllm_config, f"{name}_config")
+    patch(integration.PlatformWorker, "load_model", lambda self, **_: None)
+    patch(integration, "compiled_module", lambda model: model)
+    worker.load_model()
+    recorded = integration.PreparedModel.capture
+    patch(
+        integration.PreparedModel,
+        "capture",
+        lambda *args, **kwargs: order.append("our captures") or recorded(*args, **kwargs),
+    )
+    available = worker.determine_available_memory()
+    assert worker.refusal is None
+    ours = (1 << 30) - available - 1000
+    if given_up:  # by a runner, after the load
+        compilation.cudagraph_mode = CUDAGraphMode.FULL
+    worker.compile_or_warm_up_model()
+    assert ours > 0
+    assert order == [
+        "profile run", "profile run", "vLLM's estimate", "vLLM's captures",
+        *([] if given_up else ["our captures"]), "sampler", "_maybe_activate_jit_monitor",
+        "freeze_gc_heap", "enable_gpu_sync_check",
+    ]  # fmt: skip
+    assert len([*worker.prepared.recordings()]) == (0 if given_up else 2)

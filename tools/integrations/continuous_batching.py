@@ -36,7 +36,7 @@ from .unused import warn_if_unused
 
 log = logging.getLogger("piecegraph")
 
-NOT_FOR_ATTENTION = {"attention_mask", "input_ids", "inputs_embeds", "past_key_values", "use_cache"}
+NOT_FOR_ATTENTION = {"attention_mask", "cache", "input_ids", "inputs_embeds", "use_cache"}
 """Arguments of a model's forward that do not reach its attention function as they are."""
 
 
@@ -147,9 +147,13 @@ def _attend_with(module: Any) -> Any:
         if isinstance(mask, Mapping):
             mask = mask[arguments["cache"].layer_to_allocator[module.layer_idx].layer_type]
         kept = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        key, value = arguments["cache"].update(key, value, module.layer_idx, kwargs=kept)
         result, _ = functions[module.config._attn_implementation](
             module,
-            *(x.transpose(0, 1)[None] for x in (query, key, value)),
+            query,
+            key,
+            value,
             mask,
             dropout=0.0,
             scaling=rule.scale,

@@ -32,7 +32,6 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.sample.sampler import Sampler
 
 from ... import (
     Batch,
@@ -48,10 +47,10 @@ from ... import (
     Shadow,
     prepare,
 )
-from ...errors import BundleMissing, BundleStale
+from ...errors import ArgumentFixed, BundleMissing, BundleStale, InputMismatch, SizeOutOfRange
+from ...runtime.core.allowed_work import allow_compilation
 from ...runtime.tensors_by_path import tensors_by_path
 from ..explain import explain
-from ..start_lines import start_lines
 from .prometheus import MultiprocessMetrics, metrics_text
 from .unused import warn_if_unused
 
@@ -135,8 +134,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if self.prepared is not None:
             if not self._tried_captures:  # a runner without captures
                 self._capture(self.prepared)
-            if self.prepared.config.steps.after_seal in ("raise", "raise_all"):
-                self._compile_logprobs()
+            self._allow_logprobs()
             self.prepared.seal()
             warn_if_unused(self.model_runner.get_model(), self.prepared)
             if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -199,11 +197,16 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         for name, tensor in tensors_by_path("KV cache", caches):
             prepared.watch(name, tensor)
 
-    def _compile_logprobs(self) -> None:
+    def _allow_logprobs(self) -> None:
         """vLLM counts ranks of logprobs in a function that the first such request compiles."""
-        logits = torch.zeros(2, self.model_config.get_vocab_size(), device=self.device)
-        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
-        Sampler.gather_logprobs(logits, 1, tokens)
+        sampler: Any = getattr(self.model_runner, "sampler", None)
+        if gather := getattr(sampler, "gather_logprobs", None):
+
+            def allowed(*args: Any, **kwargs: Any) -> Any:
+                with allow_compilation():
+                    return gather(*args, **kwargs)
+
+            sampler.gather_logprobs = allowed
 
     def _prepare_and_run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """The first call of the module: prepare it for calls of this form, and run it."""
@@ -213,6 +216,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             self.prepared, inputs = self._prepare(module, args, kwargs)
             gc.collect()
             self._left = psutil.Process().memory_info().rss - before
+            pieces, larger = len(self.prepared.compiled.pieces), self._left >> 20
+            log.info("prepared: %d pieces; this process is %d MiB larger", pieces, larger)
             module.forward = steps_through(self.prepared, module, inputs)
             return module(*args, **kwargs)
         except (BundleMissing, BundleStale):
@@ -240,7 +245,6 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         # a context without a step: the model may find its layers in it
         with (
             set_forward_context(None, self.vllm_config),
-            start_lines(events, lambda line: log.info("%s", line)),
             pass_context(Range(1, self.scheduler_config.max_num_batched_tokens)),
         ):
             config = config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()})
@@ -316,7 +320,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         splitting_ops=tuple(name for name in splitting_ops if _is_registered(name)),
         attention={"support": "NEVER"},
         cache={"verify_bundle": "before"},
-        sizes={"padding_limit": PaddingLimit(tokens=0)},
+        sizes={"padding_limit": PaddingLimit(tokens=0)} if piecewise else {},
         graph_mode="PIECEWISE" if piecewise else "NONE",
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
         codegen={"inductor_options": {n: v for n, v in options.items() if n not in left_out}},
@@ -393,31 +397,31 @@ def steps_through(
     prepared: PreparedModel, module: torch.nn.Module, inputs: Mapping[str, InputForm]
 ) -> Callable[..., Any]:
     """A forward that runs steps of the prepared form, and others as `module` alone would."""
-    forward = module.forward
-    most, most_reqs = prepared.config.max_num_tokens, prepared.config.max_num_reqs
+    forward, most_reqs = module.forward, prepared.config.max_num_reqs
     names = tuple(inspect.signature(forward).parameters)
-    counted, axis = next((name, each.axis) for name, each in inputs.items())
-    warned = set()
+    place, counted = next((n, name) for n, name in enumerate(names) if name in inputs)
+    axis = inputs[counted].axis
+    warned = set[str]()
     on_device = current_platform.is_cuda_alike()
     capturing = torch.cuda.is_current_stream_capturing if on_device else bool
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if get_forward_context().skip_compiled:
             return forward(*args, **kwargs)
-        tensors = tensors_in({**dict(zip(names, args, strict=False)), **kwargs})
-        same = tensors.keys() == inputs.keys()
-        num_tokens = tensors[counted].shape[axis] if same else 0
-        if not same or num_tokens > most:
-            if (names_of_this := tuple(tensors)) not in warned:
-                log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
-                warned.add(names_of_this)
-            return forward(*args, **kwargs)
+        tokens = args[place] if place < len(args) else kwargs.get(counted)
+        num_tokens = tokens.shape[axis] if tokens is not None else 1
         batch = Batch(num_tokens, min(num_tokens, most_reqs))
-        if capturing():  # by vLLM: nothing is captured between steps
-            decision = prepared.dispatcher.dispatch(batch, NO_GRAPHS)
-        else:
-            decision = prepared.dispatch(batch)
-        return prepared.run(decision, *args, **kwargs)
+        try:
+            if capturing():  # by vLLM: nothing is captured between steps
+                decision = prepared.dispatcher.dispatch(batch, NO_GRAPHS)
+            else:
+                decision = prepared.dispatch(batch)
+            return prepared.run(decision, *args, **kwargs)
+        except (InputMismatch, ArgumentFixed, SizeOutOfRange) as error:
+            if type(error).__name__ not in warned:
+                log.warning("a step is not as it was prepared, and runs uncompiled: %s", error)
+                warned.add(type(error).__name__)
+            return forward(*args, **kwargs)
 
     return step
 
