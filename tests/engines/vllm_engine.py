@@ -28,16 +28,24 @@ os.environ |= {
 os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())  # workers inherit it
 
 import torch
+from checkpoints import decisive, smollm2_prompts, write_smollm2
 from prometheus_client import generate_latest
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.ir import set_default_torch_wrap
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 import piecegraph
@@ -128,17 +136,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
+CHOICES = ("Paris", "Lyon", "blue", "red", "hot", "a river", "the sun", "a number", "not known")
 KINDS: list[dict[str, Any]] = [
+    {},
     {"logprobs": 2},
     {"prompt_logprobs": 1},
     {"temperature": 0.8, "seed": 1, "n": 4},
     {"temperature": 0.8, "seed": 2, "top_k": 20, "top_p": 0.9},
     {"temperature": 0.8, "seed": 3, "min_p": 0.1, "logprobs": 1},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"repetition_penalty": 1.2},
     {"logit_bias": {7: 5.0}},
-    {"allowed_token_ids": [5, 6, 7, 8]},
-    {"ignore_eos": False, "stop_token_ids": [9], "min_tokens": 3},
+    {"allowed_token_ids": [*range(300, 3000)]},
+    {"bad_words": [" the", " is", "The"]},
+    {"ignore_eos": False, "stop_token_ids": [28], "min_tokens": 3},
+    {"ignore_eos": False, "stop": ["."], "include_stop_str_in_output": True},
+    {"ignore_eos": False, "max_tokens": 12},
     {"max_tokens": 1},
+    {"max_tokens": 1, "logprobs": 5},
+    {"structured_outputs": {"regex": "[a-z]{3,9} [a-z]{3,9} [a-z]{3,9}"}},
+    {"structured_outputs": {"choice": ["it is " + word for word in CHOICES]}},
+    {"structured_outputs": {"json": {"type": "string", "minLength": 12}}},
+    {"structured_outputs": {"grammar": 'root ::= "(" [a-zA-Z ]{8,20} ")"'}},
 ]
 """Settings of requests that ask vLLM's sampler for something else than the others."""
 
@@ -153,8 +172,12 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def prompts() -> list[dict[str, list[int]]]:
-    """64 requests: a third share a prefix that is longer than a step, and others are short."""
+def prompts(family: str, folder: Path) -> list[dict[str, list[int]]]:
+    """8 questions to the trained model; or 64 requests of which a third share a prefix that is
+    longer than a step, and others are short."""
+    if family == "smollm2":
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return [{"prompt_token_ids": ids} for ids in smollm2_prompts(tokenizer, 8)]
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -168,7 +191,10 @@ def prompts() -> list[dict[str, list[int]]]:
 
 
 def sampling_of(kind: dict[str, Any]) -> SamplingParams:
-    greedy = {"max_tokens": 8, "temperature": 0, "detokenize": False, "ignore_eos": True}
+    greedy = {"max_tokens": 6, "temperature": 0, "detokenize": "stop" in kind, "ignore_eos": True}
+    if structured := kind.get("structured_outputs"):
+        own = {"structured_outputs": StructuredOutputsParams(**structured)}
+        kind = {"max_tokens": 12, "ignore_eos": False, **own}
     return SamplingParams(**{**greedy, **kind})
 
 
@@ -206,46 +232,42 @@ def adapter(folder: Path) -> LoRARequest:
 
 
 def write_weights(folder: Path) -> None:
-    """A checkpoint with weights so large that attention decides; vLLM's dummy ones are so small
-    that tokens depend on the last token of a prompt alone."""
-    torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder)
     kind = AutoModel if config.model_type == "bert" else AutoModelForCausalLM
-    model = kind.from_config(config)
-    for weight in model.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.15)
-    model.save_pretrained(folder)
+    decisive(kind.from_config(config)).save_pretrained(folder)
 
 
 def plant(worker: Any, fault: str) -> None:
-    """In vLLM alone: attention gives zeros, or its first step leaves one KV row overwritten."""
+    """In vLLM alone: attention gives zeros, or each step of several tokens overwrites the last row
+    that it has written to the KV cache of each layer."""
     layers = worker.vllm_config.compilation_config.static_forward_context
-    impl = next(layer.impl for layer in layers.values() if hasattr(layer, "impl"))
-    kind, own, overwritten = type(impl), type(impl).forward, []
+    kind = type(next(layer.impl for layer in layers.values() if hasattr(layer, "impl")))
+    own = kind.forward
 
     def forward(self: Any, layer: Any, *tensors: Any, **more: Any) -> Any:
         result = own(self, layer, *tensors, **more)
         cache, metadata = tensors[3], tensors[4]
         if fault == "attention":
             result.zero_()
-        elif metadata is not None and not overwritten:
-            row = int(metadata.slot_mapping[0])
+        elif metadata is not None and len(metadata.slot_mapping) > 1:
+            row = int(metadata.slot_mapping[-1])
             cache[row // cache.shape[2], :, row % cache.shape[2]] = 3.0
-            overwritten.append(row)
         return result
 
     kind.forward = forward
     worker.planted = lambda: setattr(kind, "forward", own)
 
 
-def noticed(llm: Any, made: Any, generate: Callable[[], Any], faults: Sequence[str]) -> list[str]:
-    """The faults by which results of vLLM alone are others than `made`."""
-    found = []
+def noticed(
+    llm: Any, made: Sequence[Any], generate: Callable[[], Any], faults: Sequence[str]
+) -> dict[str, list[int]]:
+    """For each fault, the requests whose results from vLLM alone are others than in `made`."""
+    found = {}
     for fault in faults:
         llm.reset_prefix_cache()
         llm.collective_rpc(plant, args=(fault,))
-        found += [fault] if generate() != made else []
+        pairs = zip(made, generate(), strict=True)
+        found[fault] = [number for number, (one, two) in enumerate(pairs) if one != two]
         llm.collective_rpc(lambda worker: worker.planted())
     return found
 
@@ -279,25 +301,42 @@ def fail_once(cls: Any) -> None:
     cls.run = fail
 
 
-def generated(llm: LLM, options: dict[str, Any], folder: Path) -> Any:
-    """The tokens of each request, or its embedding."""
+def generated(llm: LLM, job: dict[str, Any], folder: Path) -> list[Any]:
+    """The tokens of each request, or its embedding, then the tokens of one prompt for each kind."""
+    requests = prompts(job["family"], folder / job["family"])
+    options = job.get("engine", {})
     if options.get("runner") == "pooling":
-        return [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
+        return [each.outputs.embedding for each in llm.embed(requests, use_tqdm=False)]
     lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None
-    outputs = llm.generate(prompts(), sampling_of({}), use_tqdm=False, lora_request=lora)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    outputs = llm.generate(requests, sampling_of({}), use_tqdm=False, lora_request=lora)
+    for kind in KINDS if job.get("kinds") else ():
+        outputs += llm.generate(requests[1], sampling_of(kind), use_tqdm=False)
+    return [_facts(output) for output in outputs]
+
+
+def _facts(output: Any) -> list[Any]:
+    """Tokens, and those with the highest logprobs, of each of its sequences."""
+    positions = [
+        *(output.prompt_logprobs or ()),
+        *(p for o in output.outputs for p in o.logprobs or ()),
+    ]
+    ranked = [[*each] for each in positions if each]
+    return [list(each.token_ids) for each in output.outputs] + ranked
 
 
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Start an engine, generate, and report."""
     model = folder / job["family"]
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**SMALL, **FAMILIES[job["family"]]}))
     options = {**ENGINE, **job.get("engine", {})}
-    if not options["skip_tokenizer_init"]:
+    if job["family"] == "smollm2":
+        options["skip_tokenizer_init"] = False  # for structured output
+    else:
+        (model / "config.json").write_text(json.dumps({**SMALL, **FAMILIES[job["family"]]}))
+    if not options["skip_tokenizer_init"] and job["family"] != "smollm2":
         write_tokenizer(model)
     if not (model / "model.safetensors").exists():
-        write_weights(model)
+        (write_smollm2 if job["family"] == "smollm2" else write_weights)(model)
     if (settings := job.get("settings")) is not None:
         options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
         options["additional_config"] = {"piecegraph": settings}
@@ -313,19 +352,11 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if job.get("goes around"):
         worker = llm.llm_engine.model_executor.driver_worker.worker
         del worker.model_runner.get_model().model.forward
-    made = generated(llm, options, folder)
-    if job.get("kinds"):
-        made = [
-            [list(each.token_ids) for each in output.outputs]
-            for kind in KINDS
-            for output in llm.generate(prompts()[1:2], sampling_of(kind), use_tqdm=False)
-        ]
+    made = generated(llm, job, folder)
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     result: dict[str, Any] = {"ready": ready, "made": made, "blocks": blocks}
     if job.get("planted"):
-        result["noticed"] = noticed(
-            llm, made, partial(generated, llm, options, folder), job["planted"]
-        )
+        result["noticed"] = noticed(llm, made, partial(generated, llm, job, folder), job["planted"])
     if job.get("wrapped"):
         result["opaque"] = llm.collective_rpc(opaque)[0]
     if settings is not None:
