@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
+from typing import Any
+
+import pytest
+import torch
 
 import piecegraph
 from piecegraph.runtime import assemble  # noqa: F401 - which imports all parts, and their records
 from piecegraph.runtime.core.records import record_kinds
+from piecegraph.tools.explain import explain
 from piecegraph.tools.explain.warnings import RULES, advice_of
 
 ROOT = Path(piecegraph.__file__).parent
@@ -64,3 +71,45 @@ def test_different_warnings_are_shown_once_each_with_their_number() -> None:
     other = {"event": "an.engine.s", "count": 1, "newest": [{"n": 1}]}
     shown = [what for what, _ in advice_of([lost, remark, other])]
     assert shown == ["a compiling process ended: a, 3 times", "an.engine.s"]
+
+
+SLOW = {
+    "none": ({}, (4, 8), True, []),
+    "decode is never stated": ({}, (4, 8), False, ["does not state that a step decodes"]),
+    "no support of attention": (
+        {"attention": {"support": None}}, (4, 8), True, ["attention.support is not set"]
+    ),
+    "a size is missing": (
+        {"capture_sizes": (4,)}, (7, 8), True, ["have no graph", "ran as NONE: above largest size"]
+    ),
+    "padding": ({"capture_sizes": (8,)}, (1,), True, ["88% of the rows of FULL 8 were padding"]),
+    "a sampler compiles": ({}, (4, 8), True, ["Dynamo recompile after seal()"]),
+}  # fmt: skip
+"""Settings, sizes of the steps, whether they say that they decode, and all that is to be said."""
+
+
+@pytest.mark.compile
+def test_each_slow_fault_is_named_and_nothing_else_is():
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    page: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)[0], page)
+    slots = torch.zeros(16, dtype=torch.int64)
+    sampler = torch.compile(lambda x: x.softmax(-1), backend="eager", dynamic=False)
+    for fault, (settings, sizes, decodes, expected) in SLOW.items():
+        limits = {"max_num_reqs": 8, "max_num_tokens": 8, "capture_sizes": (4, 8)}
+        config = page["config"].changed(**{**limits, **settings})
+        prepared = piecegraph.prepare(page["Model"](), config, layers=page["layers"])
+        prepared.watch("KV cache", page["kv_cache"])
+        prepared.watch("slots", slots)
+        prepared.capture(lambda descriptor, mode: slots)
+        prepared.seal()
+        for number in range(20):
+            size = sizes[number % len(sizes)]
+            batch = piecegraph.Batch(size, size, decodes, 1 if decodes else None)
+            prepared(torch.randn(size, 8), batch=batch, metadata=slots)
+            if fault == "a sampler compiles":
+                sampler(torch.randn(1 + number % 6, 8))
+        said = [row["what"] for row in json.loads(explain(prepared, "json"))["advice"]]
+        prepared.close()
+        assert len(said) == len(expected), (fault, said)
+        assert all(want in what for want, what in zip(expected, said, strict=True)), (fault, said)
