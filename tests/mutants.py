@@ -471,6 +471,8 @@ MUTANTS = [
             ("and vars(self) == vars(other)", "and super().__eq__(other)"),
         )
     ),
+    (OBSERVER, 'self._noting.seldom(f"{path}.{name}", value)', "pass", f"{STEP_READS} -k a_module"),
+    (READS, "self._seldom.pop(path, None)", "pass", f"{STEP_READS} -k a_module"),
     (f"{CHECKS}/tensor_reads.py", "if is_read and", "if False and",
      f"{STEP_READS} -k kind_of_change"),
     (OBSERVER, "if self._nothing_stands_in and (", "if False and (", f"{STEP_READS} -k own_branch"),

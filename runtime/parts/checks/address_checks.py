@@ -25,7 +25,7 @@ from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storag
 from ...forward_context import ForwardContext
 from ...tensors_by_path import tensors_by_path
 from .shared_memory import named_weights
-from .step_reads import facts_of, reader
+from .step_reads import ALL_EVERY, STEPS_WITH_ALL, facts_of, reader
 
 Read = Callable[[], Place | None]
 """Reads the place of the tensor that a name refers to now; None if it was freed."""
@@ -234,7 +234,7 @@ class MetadataAddresses:
 
     A graph reads them where and as they were at capture, so a step must be given the same memory in
     the same form. Only the number of rows may differ: a graph reads as many as at its capture.
-    Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY, or
+    Compared are all in the first three steps of each graph and in one of ALL_EVERY, or
     of four times as many as there are. In every other step METADATA_PER_STEP are compared, in turn;
     layers that share a tensor count as one.
     """
@@ -256,7 +256,7 @@ class MetadataAddresses:
         }
         self._names = names
         self._expected = {path: _place(tensor) for path, tensor in read.items()}
-        self._every = max(METADATA_CHECK_EVERY, 4 * len(read))
+        self._every = max(ALL_EVERY, 4 * len(read))
         paths = list({id(tensor): path for path, tensor in read.items()}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
         self._in_turn = cycle(map(self._comparison, parts or [[]]))
@@ -285,7 +285,7 @@ class MetadataAddresses:
         """Compare one step's. Raises MovedTensor for a tensor in another place, and StaleContext
         where there is none."""
         self._steps += 1
-        in_turn = self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every
+        in_turn = self._steps > STEPS_WITH_ALL and self._steps % self._every
         read, places = next(self._in_turn) if in_turn else self._all
         facts = facts_of(context)
         try:
@@ -315,8 +315,6 @@ class MetadataAddresses:
                 yield path, then, now
 
 
-STEPS_WITH_METADATA_CHECK = 3
-METADATA_CHECK_EVERY = 64
 METADATA_PER_STEP = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 

@@ -61,6 +61,12 @@ class Noting(Protocol):
     def identity(self, path: str, value: Any) -> None:
         """Of an object that nothing else can compare."""
 
+    def seldom(self, path: str, value: Any) -> None:
+        """Of an attribute of a module, of which there are many and few change."""
+
+    def changes_itself(self, path: str) -> None:
+        """What was read was written, too: by code that a graph does not run."""
+
     def refuse(self, path: str, reason: str) -> NoReturn:
         """Of what no later step could be compared with. Raises ReadNotKept."""
 
@@ -128,7 +134,9 @@ class Observer:
             if isinstance(value, _METHODS) and (value.__self__ is obj or value.__self__ is kind):
                 return value  # what it reads is noted when it does
             if isinstance(obj, nn.Module) and not isinstance(value, Tensor | list | tuple):
-                return value  # the model's own, as globals of its code are
+                if isinstance(value, LEAVES) and not name.startswith("_"):
+                    self._noting.seldom(f"{path}.{name}", value)
+                return value  # else the model's own, as globals of its code are
             return self._hand_out(f"{path}.{name}".lstrip("."), value)
 
     def missing(self, obj: Any, name: str) -> None:
@@ -140,6 +148,8 @@ class Observer:
     def wrote(self, obj: Any, name: Any) -> None:
         """An attribute or item was set: from now on it is not the step's."""
         self._written.add((id(obj), name))
+        if isinstance(obj, nn.Module) and id(obj) in self._paths:
+            self._noting.changes_itself(f"{self._paths[id(obj)]}.{name}")
 
     def item(self, mapping: Mapping[Any, Any], key: Any, value: Any) -> Any:
         """An item was read: what the reader is given."""

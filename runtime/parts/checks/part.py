@@ -33,7 +33,6 @@ from ...part import Part
 from ...tensors_by_path import tensors_by_path
 from .address_checks import (
     CHECKED_PER_STEP,
-    METADATA_CHECK_EVERY,
     METADATA_PER_STEP,
     Addresses,
     HostValue,
@@ -45,13 +44,11 @@ from .model_check import MOST_S, ModelCheck
 from .module_state import ModuleState
 from .registrations import Registrations, register_again
 from .shared_memory import memory_check, named_weights
-from .step_reads import StepReads
+from .step_reads import ALL_EVERY, StepReads
 
 IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
 EACH_STEP = "all in each step, on the replay backend"
-METADATA_IN_TURN = (
-    f"all at first and in one step of {METADATA_CHECK_EVERY}, else {METADATA_PER_STEP} in turn"
-)
+METADATA_IN_TURN = f"all at first and in one step of {ALL_EVERY}, else {METADATA_PER_STEP} in turn"
 MODEL_IN_TURN = f"a part in turn, at most {MOST_S * 1e6:.0f} us a step"
 
 
@@ -119,7 +116,8 @@ class ChecksPart(Part):
             return [*checks, self._addresses("addresses of weights", self._of_code, in_turn)]
         relied = self._graphs[graph.index]
         if relied.reads is not None:
-            checks.append(Check("what Python read, by class and value", relied.reads.check))
+            check = relied.reads.check if self._in_turn else relied.reads.check_all
+            checks.append(Check("what Python read, by class and value", check))
         if relied.metadata is not None:
             name = "addresses of metadata and layers"
             if self._in_turn:

@@ -32,6 +32,9 @@ _OURS = (
 )
 """Files whose functions stand between who reads and what notes it."""
 
+STEPS_WITH_ALL = 3
+ALL_EVERY = 64
+
 FACTS = "num_tokens, decision, metadata, layers"
 
 
@@ -65,6 +68,9 @@ class StepReads:
         """What paths refer to beside the facts of a step: keys of dicts."""
         self._values: dict[str, Any] = {}
         self._classes: dict[str, type] = {}
+        self._seldom: dict[str, Any] = {}
+        """Of attributes of modules; `_steps` counts the checks of others."""
+        self._steps = 0
         self._bounds: dict[str, tuple[str, Any]] = {}
         """Of a comparison in `_values` the path that is compared, and its bound."""
         self._objects: dict[str, Any] = {}
@@ -76,11 +82,15 @@ class StepReads:
         self._differs: Callable[..., bool] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._values or self._classes)
+        return bool(self._values or self._classes or self._seldom)
 
     def facts(self) -> dict[str, str]:
         """By path: the value or the class, and where it was read."""
-        read = self._values | {path: kind.__qualname__ for path, kind in self._classes.items()}
+        read = (
+            self._values
+            | self._seldom
+            | {path: kind.__qualname__ for path, kind in self._classes.items()}
+        )
         return {path: f"{value!r} at {self._places[path][0]}" for path, value in read.items()}
 
     def watch(self, context: ForwardContext) -> None:
@@ -124,6 +134,13 @@ class StepReads:
         self._objects[f"id({path})"] = value
         self.value(f"id({path})", id(value))
 
+    def seldom(self, path: str, value: Any) -> None:
+        if self._is_new(path):
+            self._seldom[path] = value
+
+    def changes_itself(self, path: str) -> None:
+        self._seldom.pop(path, None)
+
     def refuse(self, path: str, reason: str) -> NoReturn:
         self._is_new(path)
         where, reader = self._places[path]
@@ -148,19 +165,30 @@ class StepReads:
         if self._differs is None:
             self._differs = self._comparison()
         facts = facts_of(context)
+        self._steps += 1
+        if self._seldom and (self._steps <= STEPS_WITH_ALL or self._steps % ALL_EVERY == 0):
+            self._compare(self._seldom, facts)
         try:
             if not self._differs(*facts):
                 return
         except (AttributeError, LookupError, TypeError):  # metadata of another form
             pass
-        for path, value in self._values.items():
-            now = self._read(path, facts)
-            if now != value or type(now) is not type(value):
-                self._raise(path, value, now, facts)
+        self._compare(self._values, facts)
         for path, kind in self._classes.items():
             now = self._read(path, facts)
             if type(now) is not kind:
                 self._raise(path, _Class(kind), now, facts)
+
+    def check_all(self, context: ForwardContext, tensors: object = None) -> None:
+        """As `check` does in the first steps."""
+        self._steps = 0
+        self.check(context)
+
+    def _compare(self, values: Mapping[str, Any], facts: tuple[Any, ...]) -> None:
+        for path, value in values.items():
+            now = self._read(path, facts)
+            if now != value or type(now) is not type(value):
+                self._raise(path, value, now, facts)
 
     def _comparison(self) -> Callable[..., bool]:
         """One frame a step, which compares all."""

@@ -170,6 +170,29 @@ def test_an_attribute_of_a_layer_that_changes():
         step(prepared, Metadata(2.0))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = 2.0, 0
+
+    def read(self) -> float:
+        self.calls += 1
+        return self.scale
+
+
+def test_an_attribute_of_a_module_among_layers_that_changes():
+    """What its own code counts is no change."""
+    layer: Any = Scaled()
+    read = READS["metadata.scale"]
+    prepared = prepared_for(
+        lambda m: read(m) * get_forward_context().layers["a"].read(), "FULL", layers={"a": layer}
+    )
+    assert step(prepared, Metadata(2.0)).unique().tolist() == [9.0]
+    layer.scale = 3.0
+    with pytest.raises(StaleContext, match=r"read layers\['a'\]\.scale .* 2\.0, and 3\.0"):
+        step(prepared, Metadata(2.0))
+
+
 def test_what_splitting_ops_read_and_what_is_declared_may_change():
     prepared = prepared_for(lambda m: 1.0 + m.bound, "PIECEWISE")
     changed = Metadata(4.0)

@@ -18,7 +18,8 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.forward_context import ForwardContext
-from piecegraph.runtime.parts.checks.address_checks import METADATA_CHECK_EVERY, MetadataAddresses
+from piecegraph.runtime.parts.checks.address_checks import MetadataAddresses
+from piecegraph.runtime.parts.checks.step_reads import ALL_EVERY
 
 from ..conftest import strict_backend, tensors_alive
 
@@ -397,7 +398,7 @@ def test_metadata_of_many_tensors_is_compared_in_turn():
     def check(metadata: Any) -> None:
         addresses.check_step(ForwardContext({}, metadata), ())
 
-    for _ in range(METADATA_CHECK_EVERY + 1):
+    for _ in range(ALL_EVERY + 1):
         check({"layers": tensors})
     kept, tensors[49] = tensors[49], tensors[49].clone()
 
