@@ -211,6 +211,7 @@ class StepRunner:
                 copied()  # every input is read in place
                 if num_tokens < code.min_num_tokens:
                     self.before_padding()
+                    code = self.code_of(args, kwargs)  # it may be other code since
                     results = code.run_padded(tensors, sizes)
                 else:
                     results = code.run(tensors, num_tokens)

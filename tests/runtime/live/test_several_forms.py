@@ -337,6 +337,17 @@ class Branching(Decoder):
         return super().forward(input_ids, positions, inputs_embeds, deepstack)
 
 
+def test_all_forms_are_served_uncompiled_until_their_code_is_there(tmp_path):
+    cached = {"cache": {}, "cache_dir": tmp_path, "bundle": "serve"}
+    prepared = served(**cached, compiler="inductor")
+    prepared.capture()
+    assert not prepared.compiled.traced
+    assert {step(prepared, form, 3) for form in range(3)} == {"NONE 0", "NONE 1", "NONE 2"}
+    prepared.wait_until_compiled()
+    modes = {step(prepared, form, 3, within=1e-5) for form in range(3)}
+    assert modes == {"PIECEWISE 0", "PIECEWISE 1", "PIECEWISE 2"}
+
+
 class Single(Decoder):
     """With embeddings it branches on one token, and computes the same."""
 
@@ -357,13 +368,13 @@ def test_a_form_has_intervals_of_its_own():
 
 
 def test_the_least_number_of_tokens_is_that_of_all_forms():
-    prepared = served(Single())
-    prepared.capture()
-    decisions = list[Any]()
-    for form in range(3):
-        prepared(**call(form, 1), batch=batch(1), metadata=decisions.append)
-    assert {decision.descriptor.num_tokens for decision in decisions} == {2}
-    assert all(step(prepared, form, size) for form in range(3) for size in (1, 3, 9))
+    for mode in ("NONE", "PIECEWISE"):
+        prepared, decisions = served(Single(), graph_mode=mode), list[Any]()
+        prepared.capture()
+        for form in range(3):
+            prepared(**call(form, 1), batch=batch(1), metadata=decisions.append)
+        assert {decision.descriptor.num_tokens for decision in decisions} == {2}
+        assert all(step(prepared, form, size) for form in range(3) for size in (1, 3, 9))
 
 
 PROGRAM = """

@@ -142,9 +142,9 @@ def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
 def needing_metadata(make: Any, **settings: Any) -> Any:
     """A model whose attention looks something up in its metadata."""
     served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
-    graphs, compiled = served.prepared._core.graphs, served.prepared.compiled
+    core, compiled = served.prepared._core, served.prepared.compiled
     call = recordable(compiled, ())
-    graphs._recordable = (
+    core.graphs._recordable[core.code] = (
         compiled,
         lambda *inputs: (get_forward_context().metadata["block_table"], call(*inputs))[1],
     )
