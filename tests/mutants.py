@@ -306,6 +306,8 @@ MUTANTS = [
      "tests/torch_compat/test_patch.py -k any_order"),
     ("torch_compat/tracing/other_threads.py", "stack.enter_context(own_export_modes())", "pass",
      "tests/torch_compat/test_patch.py -k goes_on"),
+    ("tools/cli/doctor_command.py", "if (3, 11) <= sys.version_info[:3] <= (3, 11, 8):",
+     "if False:", "tests/tools/test_doctor.py -k parser"),
     ("compile/ir/locations.py", "link.__traceback__ = None", "pass",
      f"{LIVE}/test_failures.py -k w23"),
     ("compile/pieces/fingerprint.py", "if weight else 0", "if False else 0",

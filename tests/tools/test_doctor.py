@@ -41,6 +41,14 @@ def test_machine_that_is_right_also_for_a_model_that_never_started(tmp_path, cap
     assert str(report["start"]["found"]).startswith("would compile: ")
 
 
+def test_a_python_whose_parser_fails_beside_a_trace_is_named(monkeypatch):
+    named = []
+    for version in ((3, 11, 8), (3, 11, 9), (3, 12, 0)):
+        monkeypatch.setattr(sys, "version_info", version)
+        named.append("gh-106905" in doctor_command._python()[0])
+    assert named == [True, False, False]
+
+
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "cpp_compiler", lambda: None)  # torch keeps its answer
 

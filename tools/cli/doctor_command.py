@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
@@ -82,7 +83,10 @@ def doctor_command(
 
 
 def _python() -> Found:
-    return f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores", ""
+    found = f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
+    if (3, 11) <= sys.version_info[:3] <= (3, 11, 8):
+        found += ". ast.parse beside a trace may raise SystemError (gh-106905): not in 3.11.9"
+    return found, ""
 
 
 def _torch() -> Found:
