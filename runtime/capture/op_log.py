@@ -6,6 +6,7 @@ branch then, and a graph would have a branch that no step takes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,13 @@ from torch import Tensor
 
 from ...compile.ir.locations import user_line
 from ...torch_compat.basics.ops import call_kernel
-from ...torch_compat.basics.tensors import LightDispatchMode, storage_id, tree_map_only
+from ...torch_compat.basics.tensors import (
+    LightDispatchMode,
+    StorageWeakRef,
+    storage_id,
+    tree_map_only,
+    weak_storage,
+)
 from ..backends.ownership import memory_of, run_seen
 
 
@@ -24,7 +31,11 @@ class OpLog(LightDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
         self.lines: list[str | None] = []
-        self._made: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._unseen: dict[int, StorageWeakRef] = {}
+        """By number the memory that no operator was seen to make."""
+        self._held: list[StorageWeakRef] = []
+        """So that no other memory has the identity of one that was freed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -32,20 +43,40 @@ class OpLog(LightDispatchMode):
         self.lines.append(user_line())
         result = run_seen(self, func, args, given, call_kernel)
         for tensor in memory_of(result):
-            self._made[storage_id(tensor)] = len(self.calls)
+            self._number(tensor)
         return result
 
-    def _text(self, tensor: Tensor) -> str:
-        """Which tensor it is: one by its operator, or by its place."""
+    def _number(self, tensor: Tensor) -> int:
         place = storage_id(tensor)
-        by = self._made.get(place, place)
-        return f"{by}+{tensor.storage_offset()} {tensor.dtype} {tensor.shape} {tensor.stride()}"
+        if place not in self._numbers:
+            self._numbers[place] = len(self._numbers)
+            self._held.append(weak_storage(tensor))
+        return self._numbers[place]
+
+    def _text(self, tensor: Tensor) -> str:
+        if storage_id(tensor) not in self._numbers:
+            self._unseen[self._number(tensor)] = weak_storage(tensor)
+        place = f"#{self._number(tensor)}#+{tensor.storage_offset()}"
+        return f"{place} {tensor.dtype} {tensor.shape} {tensor.stride()}"
+
+    def end(self) -> None:
+        """Name memory by its identity if it is there still, such as a weight, else by its number:
+        compiled code makes memory without an operator, each run at another place."""
+
+        def name(found: re.Match[str]) -> str:
+            storage = self._unseen.get(int(found[1]))
+            if storage is None or storage.expired():  # type: ignore[no-untyped-call]
+                return found[0]
+            return f"at {storage.cdata}"
+
+        self.calls = [re.sub(r"#(\d+)#", name, call) for call in self.calls]
 
 
 def ops_of(run: Callable[[], object]) -> OpLog:
     log = OpLog()
     with log:
         run()
+    log.end()
     return log
 
 

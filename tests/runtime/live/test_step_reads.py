@@ -31,7 +31,9 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import AllCapturesFailed, OutsideStep, ReadNotKept, StaleContext
+from piecegraph.runtime.capture.op_log import first_difference, ops_of
 from piecegraph.runtime.parts.checks.step_reads import StepReads
+from piecegraph.torch_compat.basics.tensors import without_modes
 
 
 class Inner:
@@ -520,3 +522,18 @@ def test_two_captures_at_once_observe_one_class():
     second.finish()
     assert first.facts().keys() == second.facts().keys() >= {"metadata.scale"}
     assert "__getattribute__" not in vars(Inner)
+
+
+def test_memory_that_compiled_code_makes_is_no_other_operator():
+    """It is made without an operator, and lies elsewhere if something else was made before."""
+    kept = []
+
+    def run(noted: bool = False) -> None:
+        with without_modes():
+            kept.extend(torch.empty(4) for _ in range(100 * noted))
+            x = torch.empty(4)
+        x.zero_()
+
+    plain = ops_of(run)
+    assert first_difference(ops_of(partial(run, True)), run, plain) is None
+    assert first_difference(ops_of(lambda: torch.ones(2)), run, plain) is not None
