@@ -18,7 +18,8 @@ def lines_of(table: str, of_this_version: str, *arguments: str) -> list[list[str
     docs/gpu.md, if it has a line that begins with `of_this_version` for this version of torch."""
     command = [sys.executable, "tests/cuda_stand_in/run.py", "-m", f"tests.cuda_stand_in.{table}"]
     command += arguments
-    environment = os.environ | {"PIECEGRAPH_OFF": "proof", "STAND_IN_VALUES": ""}
+    without = {"STAND_IN_VALUES": "", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PIECEGRAPH_OFF": "proof", **without}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
