@@ -43,7 +43,6 @@ FAMILIES = {
     "qwen3_moe": lambda t: t.Qwen3MoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
-    "gpt_neox": lambda t: t.GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),
     "gpt2": lambda t: t.GPT2Config(
         vocab_size=256, n_embd=64, n_layer=3, n_head=4, n_positions=512, n_inner=96
     ),
