@@ -28,7 +28,7 @@ from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import ACTIVE, record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
-from piecegraph.runtime.core.records import CaptureFailure, CaptureRecord, Records
+from piecegraph.runtime.core.records import CaptureFailure, Records
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
@@ -202,11 +202,11 @@ def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
 
 
 def seconds_of_failure(prepared: PreparedModel) -> float:
-    """Capture; the seconds that captures took which failed."""
-    began = time.monotonic()
+    """Capture; the seconds from the capture before the one that failed to its end."""
     prepared.capture()
-    captured = sum(record.ms for record in prepared.records.of(CaptureRecord)) / 1000
-    return time.monotonic() - began - captured
+    (failed,) = prepared.events.named("capture.failed")
+    before = [event.at for event in prepared.events.named("capture") if event.at < failed.at]
+    return failed.at - max(before)
 
 
 def modes(prepared: PreparedModel, *sizes: int, model: torch.nn.Module | None = None) -> list[str]:
