@@ -16,6 +16,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("psutil")
 
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS  # noqa: E402
+
 from piecegraph import Config, Events  # noqa: E402
 from piecegraph.tools.integrations.continuous_batching import accelerate  # noqa: E402
 
@@ -23,6 +25,7 @@ from .checkpoints import decisive, smollm2, smollm2_prompts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
+CONFIG = Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
 SMALL = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -116,8 +119,7 @@ def test_tokens_are_those_of_transformers(family):
     for fault in ("attention", "KV row"):
         with planted(fault):
             assert tokens(model) != expected, fault
-    config = Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
-    prepared = accelerate(model, config)
+    prepared = accelerate(model, CONFIG)
     assert tokens(model) == expected
     assert sum(row["count"] for row in prepared.usage.rows()) > 8
 
@@ -129,9 +131,7 @@ def test_a_prepared_model_that_no_step_uses_is_named(caplog):
         vocab_size=256, num_hidden_layers=2, max_position_embeddings=512, **sizes
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    prepared = accelerate(
-        model, Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
-    )
+    prepared = accelerate(model, CONFIG)
     tokens(model)
     assert not prepared.usage.rows()
     assert caplog.text.count("10 steps went around the prepared model: OPTForCausalLM") == 1
@@ -163,6 +163,30 @@ def test_graphs_between_attention():
     prepared = accelerate(model, graphs)
     assert tokens(model) == expected
     assert {row["mode"] for row in prepared.usage.rows()} == {"PIECEWISE"}
+
+
+def test_steps_are_proved_and_wrong_code_leaves_service(monkeypatch):
+    """By what `accelerate` sets: the first step is proved, and its tokens are right."""
+    expected = tokens(model_of("llama"))
+    model = model_of("llama")
+    prepared = accelerate(model, CONFIG)
+    assert tokens(model) == expected
+    shadow = prepared.report()["shadow"]
+    assert (shadow["wrong"], shadow["stopped"]) == ([], None)
+    assert sum(row["proved"] for row in shadow["graphs"]) >= 1
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        return lambda *args: tuple(x * 1.5 if x.is_floating_point() else x for x in graph(*args))
+
+    monkeypatch.setitem(_BACKENDS, "planted", None)
+    monkeypatch.setitem(_COMPILER_FNS, "planted", wrong)
+    monkeypatch.setattr(wrong, "_tags", (), raising=False)
+    model = model_of("llama")
+    prepared = accelerate(model, CONFIG.changed(compiler="planted"))
+    assert tokens(model) == expected
+    (found,) = prepared.report()["shadow"]["wrong"]
+    assert found["out_of_service"] == "compiled code"
+    assert not prepared.compiled.traced
 
 
 def test_other_calls_run_the_model_itself():

@@ -1,4 +1,4 @@
-"""What an uncompiled run of a step may write and draw; the rest is refused before it happens."""
+"""What an uncompiled run of a step may write, which is refused before it happens, and draw."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ class NotRepeatable(Exception):
 
 class DeclaredWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises NotRepeatable before an operator writes to memory that is neither made inside nor
-    `known`, or draws random numbers. It sees operators inside Python ops, too."""
+    `known`, and after one that has drawn random numbers. It sees operators inside Python ops."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._may_write = set(map(storage_id, known))
+        self._devices = {tensor.device for tensor in known if not tensor.is_cpu}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotRepeatable(Stopped.RANDOM, op_name(func))
+        may_draw = torch.Tag.nondeterministic_seeded in func.tags  # attention may: for its dropout
+        before = self._generators(given) if may_draw else []
         for tensor in written_by(func, args, given) if is_mutable(func) else ():
             if tensor.numel() and storage_id(tensor) not in self._may_write:
                 raise NotRepeatable(Stopped.UNDECLARED, f"{op_name(func)} {list(tensor.shape)}")
@@ -52,8 +53,16 @@ class DeclaredWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = call_kernel(func, args, given)
         else:
             result = func(*args, **given)
+        if may_draw and not all(map(torch.equal, before, self._generators(given))):
+            raise NotRepeatable(Stopped.RANDOM, op_name(func))
         fresh = {storage_id(each) for each in tensors_in(result)} - self._may_write
         if fresh:
             read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
             self._may_write |= fresh - {storage_id(each) for each in read}
         return result
+
+    def _generators(self, kwargs: Any) -> list[Tensor]:
+        """The states of the generators from which a call can draw."""
+        stated = [kwargs["generator"].get_state()] if kwargs.get("generator") is not None else []
+        on_devices = [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
+        return [*stated, torch.get_rng_state(), *on_devices]

@@ -295,6 +295,19 @@ class Decoder(torch.nn.Module):
         return rows + before
 
 
+class Attending(Decoder):
+    """The op has a dropout, of 0 here."""
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        each = super().forward(x, slots)[:, None, None]
+        return torch.nn.functional.scaled_dot_product_attention(each, each, each)[:, 0, 0]
+
+
+class Drawing(Decoder):
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, slots) + 0 * torch.rand_like(x)
+
+
 DUMP = 63
 
 
@@ -342,6 +355,15 @@ def test_a_compiler_that_loses_writes_is_found(prepare_decoder):
     assert torch.equal(second, 2 * first)
     assert the_wrong_step(prepared).out_of_service == Cause.CODE
     assert prepared.compiled.model.kv[:3].any(1).all()
+
+
+@pytest.mark.parametrize("model", [Attending, Drawing])
+def test_an_op_that_may_draw_random_numbers_is_proved_unless_it_does(prepare_decoder, model):
+    prepared = prepare_decoder(model=model())
+    decode(prepared)
+    stopped = [each.reason for each in prepared.records.of(ShadowStopped)]
+    assert stopped == ([Stopped.RANDOM] if model is Drawing else [])
+    assert len(prepared.report()["shadow"]["proved"]) == (model is Attending)
 
 
 def test_writes_of_padding_are_no_fault(prepare_decoder):
