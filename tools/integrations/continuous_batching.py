@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,10 @@ NOT_FOR_ATTENTION = {"attention_mask", "cache", "input_ids", "inputs_embeds", "u
 """Arguments of a model's forward that do not reach its attention function as they are."""
 
 
+Before = tuple[str, bool]
+"""The attention of a model's own calls, and whether they use a cache."""
+
+
 def accelerate(
     model: PreTrainedModel, config: Config | None = None, *, events: Events | None = None
 ) -> PreparedModel:
@@ -59,11 +63,13 @@ def accelerate(
     )
     if config.cache and config.cache.verify_bundle == "background":
         config = config.changed(**{"cache.verify_bundle": "before"})
+    before = list[Before]()
     attention, use_cache = model.config._attn_implementation, base.config.use_cache
     try:
         packed = PackedModel(base, config=config)
+        routed = model.config._attn_implementation, base.config.use_cache
         layers = {
-            name: _attend_with(module)
+            name: _attend_with(module, before)
             for name, module in base.named_modules()
             if hasattr(module, "layer_idx")
         }
@@ -75,6 +81,7 @@ def accelerate(
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
+    _route_eager_calls(packed, model, routed, before)
     prepared.parts.checks.accept_changes()
     warn_if_unused(model, prepared, lambda arguments: arguments.get("cache") is not None)
     prepared.seal()
@@ -123,7 +130,25 @@ def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
     return step
 
 
-def _attend_with(module: Any) -> Any:
+def _route_eager_calls(
+    packed: PackedModel, model: Any, routed: Before, before: list[Before]
+) -> None:
+    """Where the packed model runs uncompiled, in a proof or instead of wrong code, its attention is
+    the op, as in the trace. All other calls of `model` have what is in `before` inside one."""
+
+    def use(implementation: str, use_cache: bool) -> None:
+        model.set_attn_implementation(implementation)
+        packed.model.config.use_cache = use_cache
+
+    def enter(*_: Any) -> None:
+        before.append((model.config._attn_implementation, packed.model.config.use_cache))
+        use(*routed)
+
+    packed.register_forward_pre_hook(enter)
+    packed.register_forward_hook(lambda *_: use(*before.pop()), always_call=True)
+
+
+def _attend_with(module: Any, before: Sequence[Before]) -> Any:
     """The splitting op of one layer: the attention function that transformers has chosen."""
     functions = AttentionInterface()
 
@@ -149,7 +174,8 @@ def _attend_with(module: Any) -> Any:
         kept = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         key, value = arguments["cache"].update(key, value, module.layer_idx, kwargs=kept)
-        result, _ = functions[module.config._attn_implementation](
+        own = before[-1][0] if before else module.config._attn_implementation
+        result, _ = functions[own](
             module,
             query,
             key,
