@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -219,7 +220,8 @@ def hostile_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileEngine | 
     engine, join = HostileEngine(), TracingThread.join
 
     def join_while_disturbed(thread: TracingThread, timeout_s: float | None = None) -> bool:
-        with engine.test_waits() if timeout_s != 0 else nullcontext():
+        waits = timeout_s != 0 and threading.current_thread() is threading.main_thread()
+        with engine.test_waits() if waits else nullcontext():
             return join(thread, timeout_s)
 
     monkeypatch.setattr(TracingThread, "join", join_while_disturbed)
