@@ -125,16 +125,13 @@ def test_tokens_are_those_of_transformers(family):
 
 
 def test_a_prepared_model_that_no_step_uses_is_named(caplog):
-    """The forward of OPT calls the decoder inside its base model."""
-    sizes = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4}
-    config = transformers.OPTConfig(
-        vocab_size=256, num_hidden_layers=2, max_position_embeddings=512, **sizes
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    """Something else takes the place of the forward that `accelerate` has set."""
+    model = model_of("llama")
     prepared = accelerate(model, CONFIG)
-    tokens(model)
+    model.model.forward = type(model.model).forward.__get__(model.model)
+    assert all(tokens(model))
     assert not prepared.usage.rows()
-    assert caplog.text.count("10 steps went around the prepared model: OPTForCausalLM") == 1
+    assert caplog.text.count("10 steps went around the prepared model: LlamaForCausalLM") == 1
 
 
 def test_a_warm_start_traces_and_compiles_nothing(tmp_path):
