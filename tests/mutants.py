@@ -484,7 +484,7 @@ MUTANTS = [
     (OBSERVER, "if self._nothing_stands_in and (", "if False and (", f"{STEP_READS} -k own_branch"),
     (f"{CAPTURE}/recorder.py", "if self.breaks in notes.kept.compared:", "if True:",
      f"{STEP_READS} -k own_branch"),
-    (f"{CAPTURE}/op_log.py", " or storage.expired()", "",
+    (f"{CAPTURE}/op_log.py", "if not storage.expired():", "if True:",
      f"{STEP_READS} -k compiled_code_makes"),
     (f"{CAPTURE}/op_log.py", "run_seen(self, func, args, given, call_kernel)",
      "func(*args, **given)", f"{STEP_READS} -k own_branch"),

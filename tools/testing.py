@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -103,15 +103,26 @@ class GraphCase:
         Checked are: captures leave live state alone, the model is sealed, each batch states the
         real counts, the best mode is used, metadata has the padded rows, everything that a step
         reads by address is in its place (else MovedTensor), and results are those of the plain
-        model; delayed ones are compared at the end. `between` is called before each step with its
-        number. With `keep` and `rebuild`, see `prove_with`, the plain model runs here, from the
-        state before the step: `step` then returns the results of the prepared model alone.
+        model; delayed ones are compared at the end. Then the prepared model is closed. `between` is
+        called before each step with its number. With `keep` and `rebuild`, see `prove_with`, the
+        plain model runs here, from the state before the step: `step` then returns the results of
+        the prepared model alone.
         """
         engine = make(self)
+        with closing(engine.prepared):  # sealed: it would refuse what other tests compile
+            reference = None
+            if keep is not None and rebuild is not None:
+                reference = _Reference(engine, keep, rebuild, len(lengths))
+            self._run(engine, lengths, between, reference)
+
+    def _run(
+        self,
+        engine: Engine,
+        lengths: Sequence[Sequence[int]],
+        between: Callable[[Engine, int], None],
+        reference: _Reference | None,
+    ) -> None:
         prepared = engine.prepared
-        reference = None
-        if keep is not None and rebuild is not None:
-            reference = _Reference(engine, keep, rebuild, len(lengths))
         observer = _Observer(prepared, reference)
         prepared.parts.log.observe(observer)
         prepared.parts.checks.compare_all()

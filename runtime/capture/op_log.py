@@ -6,8 +6,8 @@ branch then, and a graph would have a branch that no step takes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -25,15 +25,21 @@ from ..backends.ownership import memory_of, run_seen
 
 
 class OpLog(LightDispatchMode):
-    """The operators that run, also inside custom ones: each with its arguments, and its line."""
+    """The operators that run, also inside custom ones: each with its arguments, and its line.
+
+    Memory is named by a number, in the order in which operators are given it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
         self.lines: list[str | None] = []
+        self.kept: dict[int, tuple[int, int]] = {}
+        """By number, of memory that no operator was seen to make and that is there after the run,
+        such as a weight: the first call that is given it, and its identity. Compiled code makes
+        memory without an operator, each run at another place."""
         self._numbers: dict[int, int] = {}
-        self._unseen: dict[int, StorageWeakRef] = {}
-        """By number the memory that no operator was seen to make."""
+        self._unseen: dict[int, tuple[int, StorageWeakRef]] = {}
         self._held: list[StorageWeakRef] = []
         """So that no other memory has the identity of one that was freed."""
 
@@ -55,21 +61,15 @@ class OpLog(LightDispatchMode):
 
     def _text(self, tensor: Tensor) -> str:
         if storage_id(tensor) not in self._numbers:
-            self._unseen[self._number(tensor)] = weak_storage(tensor)
-        place = f"#{self._number(tensor)}#+{tensor.storage_offset()}"
+            self._unseen[self._number(tensor)] = len(self.calls), weak_storage(tensor)
+        place = f"#{self._number(tensor)}+{tensor.storage_offset()}"
         return f"{place} {tensor.dtype} {tensor.shape} {tensor.stride()}"
 
     def end(self) -> None:
-        """Name memory by its identity if it is there still, such as a weight, else by its number:
-        compiled code makes memory without an operator, each run at another place."""
-
-        def name(found: re.Match[str]) -> str:
-            storage = self._unseen.get(int(found[1]))
-            if storage is None or storage.expired():  # type: ignore[no-untyped-call]
-                return found[0]
-            return f"at {storage.cdata}"
-
-        self.calls = [re.sub(r"#(\d+)#", name, call) for call in self.calls]
+        """The run has ended: see what is kept."""
+        for number, (call, storage) in self._unseen.items():
+            if not storage.expired():  # type: ignore[no-untyped-call]
+                self.kept[number] = call, storage.cdata
 
 
 def ops_of(run: Callable[[], object]) -> OpLog:
@@ -85,12 +85,24 @@ def first_difference(noted: OpLog, run: Callable[[], object], plain: OpLog) -> s
 
     What differs from `run` to `run` by itself, such as memory that each makes, is none.
     """
-    if noted.calls == plain.calls:
+    different = _differences(plain, noted)
+    if not different:
         return None
     again = ops_of(run)
     if len(again.calls) != len(plain.calls):
         return None
-    for at, (one, other) in enumerate(zip(plain.calls, again.calls, strict=True)):
-        if one == other and (at >= len(noted.calls) or noted.calls[at] != one):
-            return plain.lines[at] or "an op"
-    return None if len(noted.calls) == len(plain.calls) else noted.lines[len(plain.calls)]
+    different -= _differences(plain, again)
+    if not different:
+        return None
+    at, lines = min(different), plain.lines + noted.lines[len(plain.lines) :]
+    return lines[at] or "an op"
+
+
+def _differences(one: OpLog, other: OpLog) -> set[int]:
+    """The numbers of calls that differ. Memory that one of the two has not kept is not compared."""
+    calls = zip_longest(one.calls, other.calls)
+    found = {at for at, (call, its) in enumerate(calls) if call != its}
+    for number, (at, place) in one.kept.items():
+        if other.kept.get(number, (at, place))[1] != place:
+            found.add(at)
+    return found
