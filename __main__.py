@@ -26,7 +26,7 @@ def main() -> int:
         from .tools.start_lines import Interrupted
 
         def interrupt(number: int, _: object) -> NoReturn:
-            _end_children()  # now: whoever waits for one ends it alone, and not what it has started
+            _end_children()  # now: code that waits for one would end it, and not what it started
             raise Interrupted(number)
 
         for number in ENDING:

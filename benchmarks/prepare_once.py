@@ -168,16 +168,14 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def _torch_compile(model: Any, by_layer: bool) -> dict[str, float]:
     import torch
-    import torch._dynamo
 
     from piecegraph import ForwardContext, forward_context
 
     layers, metadata, tokens = _step_of(model)
     compiled: Any = model
     if by_layer:  # the name of a layer is in its trace, so each is compiled
-        torch._dynamo.config.recompile_limit = len(model.layers)
         for layer in model.layers:
-            layer.compile(fullgraph=True, dynamic=True)
+            layer.compile(fullgraph=True, dynamic=True, recompile_limit=len(model.layers))
     else:
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
     with torch.no_grad(), forward_context(ForwardContext(layers, metadata, None, len(tokens))):

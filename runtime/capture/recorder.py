@@ -199,9 +199,9 @@ class Recorder:
         if self.breaks in notes.kept.compared:
             return
 
-        def run(noted: Fn | None = None) -> None:
+        def run(call: Fn = fn) -> None:
             self._forms.clear()
-            (noted or fn)(*inputs)
+            call(*inputs)
             restore()
 
         plain = ops_of(run)
@@ -214,7 +214,6 @@ class Recorder:
             finally:
                 self._noted_run = None
                 notes.finish()
-            self._context = CaptureContext(context, notes)
             where = first_difference(noted, run, plain)
             if where is None:
                 break
@@ -225,6 +224,7 @@ class Recorder:
                 )  # fmt: skip
             notes.kept.whole = True
             self._context = CaptureContext(context, notes)
+        self._context = CaptureContext(context, notes)  # of the capture
         notes.kept.compared.add(self.breaks)
 
     def note_region(self) -> None:
@@ -240,8 +240,9 @@ class Recorder:
 
     def noted(self) -> AbstractContextManager[Any]:
         """Note what is read of tensors, except in a model with regions, as above."""
-        seen = self._notes is not None and not self._has_regions
-        return self._notes.reads() if seen and self._notes is not None else nullcontext()
+        if self._notes is None or self._has_regions:
+            return nullcontext()
+        return self._notes.reads()
 
     def begin(self) -> None:
         """Open a graph."""
@@ -255,7 +256,7 @@ class Recorder:
         if self._notes is not None:
             self._notes.close()
         capture, self._open = self._open, None
-        graph = capture.end(run=True) if run else capture.end()
+        graph = capture.end(run=run)
         self.graphs.append(graph)  # also an empty one: it owns memory
         if graph.operations:
             self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))

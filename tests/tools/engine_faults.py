@@ -349,7 +349,7 @@ FAULTS = [
     Planted("penalties count padding", penalties_count_padding, ("tokens_seen",), "padding"),
     Planted("attention has a branch on the batch", branch_on_the_batch, ("query_lens",)),
     Planted("a layer has a window from the fifth step on", window_set_while_serving, ("window",)),
-    Planted("a layer's cache is allocated anew", cache_grown,
+    Planted("a layer's cache is reallocated", cache_grown,
             ("layers['layers.0.attention'].keys",), "moved another form"),
     Planted("drafts are stated as requests of one token", drafts_stated_as_one_token,
             ("query_len", "num_reqs", "requests")),

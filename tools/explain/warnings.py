@@ -109,7 +109,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     ),
     "shadow.stopped": ("no further step is proved: {reason} {detail}", BISECT),
     "shadow.wrong": (
-        "a {mode} step of {num_tokens} tokens was wrong: {out_of_service} left service {changed}",
+        "a {mode} step of {num_tokens} tokens was wrong: {out_of_service} left service. {changed}",
         "Run `piecegraph bisect --replay {file}`.",
     ),
     "warmup.skipped": ("warm-up of {kind} was left out: {cost}", "Leave out skip={kind!r}."),
@@ -128,6 +128,6 @@ def advice_of(warnings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         if "todo" in row["newest"][0]:
             continue
         what, todo = RULES.get(row["event"], (row["event"], LOG))
-        texts = dict.fromkeys((what.format(**f), todo.format(**f)) for f in row["newest"])
+        texts = dict.fromkeys((what.format(**f).strip(), todo.format(**f)) for f in row["newest"])
         times = f", {row['count']} times" if row["count"] > len(texts) else ""
         yield from ((what + times, todo) for what, todo in texts)

@@ -184,10 +184,11 @@ class Observer:
             if path != known:
                 noting.value(f"({path} is {known})", True)
             return self._stand_ins.get(id(value), value)
-        elif self._nothing_stands_in and (kind is dict or kind is SimpleNamespace):
-            self._keep(path, value)
-            self._whole(path, value)
         elif kind is dict or kind is SimpleNamespace:
+            if self._nothing_stands_in:
+                self._keep(path, value)
+                self._whole(path, value)
+                return value
             noting.form(path, value)
             made = ObservedDict(self, value) if kind is dict else ObservedNamespace(value)
             self._stand_ins[id(value)] = made
