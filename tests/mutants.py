@@ -561,6 +561,8 @@ MUTANTS = [
      "ownership.before_collective = session.agreement.before", "pass",
      f"{STRATEGIES}/test_ranks.py -k between_collectives"),
     (TAPED, "partial(awaited, func)", "func", f"{STRATEGIES}/test_ranks.py -k between_collectives"),
+    ("torch_compat/basics/ops.py", "    gc.disable()  # a collection calls", "    # a collection",
+     "tests/torch_compat/test_ops.py -k collection"),
     ("torch_compat/basics/ops.py", "may_write or (", "(",
      f"{STRATEGIES}/test_ranks.py -k between_collectives"),
     ("tools/bisect/rerun.py", "self._step.batch.num_tokens, decision.descriptor.num_tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from typing import Any
 from unittest import mock
@@ -172,6 +173,31 @@ def test_the_function_that_an_op_calls_is_found_and_does_not_run(library):
     assert bound == {"self": scaled}
     assert scaled.calls == 0
     assert sys.getprofile() is None
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_collection_meanwhile_is_not_taken_for_the_function(library):
+    library.define("collected(Tensor x) -> Tensor")
+    library.impl("collected", doubled, "CompositeImplicitAutograd")
+    thresholds, ended = gc.get_threshold(), []
+
+    def collecting(phase, info):
+        ended.append(phase)
+
+    gc.callbacks.append(collecting)
+    gc.set_threshold(1)
+    try:
+        op = torch.ops.piecegraph_ops.collected.default
+        function, _ = ops.registered_function(op, "CompositeImplicitAutograd")
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collecting)
+    assert function.__code__ is doubled.__code__
+    assert ended
+    assert gc.isenabled()
 
 
 def test_kernels_of_a_device_run_when_the_model_does_and_are_not_traced(library):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -268,7 +269,8 @@ def registered_function(op: OpOverload, key: str) -> tuple[FunctionType, dict[st
     kwargs = {
         a.name: v for v, a in zip(arguments, op._schema.arguments, strict=True) if a.kwarg_only
     }
-    kernel, before = op._op_dk, sys.getprofile()
+    kernel, before, collects = op._op_dk, sys.getprofile(), gc.isenabled()
+    gc.disable()  # a collection calls functions of its own, which would be taken for the kernel
     sys.setprofile(stop)
     try:
         kernel(getattr(torch._C.DispatchKey, key), *args, **kwargs)
@@ -276,6 +278,8 @@ def registered_function(op: OpOverload, key: str) -> tuple[FunctionType, dict[st
         pass
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     if not frames:
         return None
     code, values = frames[0].f_code, frames[0].f_locals
