@@ -176,6 +176,7 @@ def capture_full_graph(
             _state_changes() as changes,
             _without_new_names(function.__globals__),
             _parts_of_values_guarded(),
+            _assertions_of_sizes_kept(),
         ):
             output = fullgraph_capture(model, args, kwargs)
             runtime = output.graph_capture_output.get_runtime_env()
@@ -252,6 +253,33 @@ def _parts_of_values_guarded() -> Iterator[None]:
 
 
 @contextmanager
+def _assertions_of_sizes_kept() -> Iterator[None]:
+    """Write each assertion about sizes into the graph, whatever its form and its message.
+
+    Dynamo decides `torch._assert` by the example's size (`handle_assert` in
+    `torch/_dynamo/variables/torch.py`), and takes no message that names a size.
+    """
+    from torch._dynamo import variables
+
+    kind = variables.TorchInGraphFunctionVariable
+    handlers = kind._get_handlers()
+    check = handlers[torch._check]
+
+    def keeping(original: Callable[..., Any]) -> Callable[..., Any]:
+        def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            condition = args[0] if args else kwargs.get("cond", kwargs.get("condition"))
+            if isinstance(condition, variables.SymNodeVariable):
+                return check(variable, tx, condition)
+            return original(variable, tx, *args, **kwargs)
+
+        return handle
+
+    kept = {each: keeping(handlers[each]) for each in (torch._check, torch._assert)}
+    with replaced(kind, "_get_handlers", staticmethod(lambda: handlers | kept)):
+        yield
+
+
+@contextmanager
 def _forward_as_function(model: torch.nn.Module) -> Iterator[None]:
     """Dynamo takes functions and methods only: make another callable, such as a partial, one."""
     forward = vars(model).get("forward")
@@ -312,11 +340,11 @@ def _state_changes() -> Iterator[dict[StateChange, None]]:
 
 def _has_tensors(value: Any) -> bool:
     """Whether a value of Dynamo is a tensor, or a container with one inside."""
-    from torch._dynamo.variables import TensorVariable, VariableTracker
+    from torch._dynamo import variables
 
     inside: list[Any] = []
-    VariableTracker.visit(inside.append, value)
-    return any(isinstance(each, TensorVariable) for each in inside)
+    variables.VariableTracker.visit(inside.append, value)
+    return any(isinstance(each, variables.TensorVariable) for each in inside)
 
 
 def _is_now(variable: Any, attribute: str, value: Any) -> bool:

@@ -25,12 +25,30 @@ class Body(nn.Module):
         return self.body(x)
 
 
-def asserted(condition: Callable[[Tensor], Any], check: Callable[[Any], object]) -> Any:
+def asserted(
+    condition: Callable[[Tensor], Any], check: Callable[[Any], object] = torch._check
+) -> Any:
     def body(x: Tensor) -> Tensor:
         check(condition(x))
         return x * 2
 
     return body
+
+
+def with_message(condition: Callable[[Tensor], Any]) -> Any:
+    def body(x: Tensor) -> Tensor:
+        rows = x.size(0)
+        torch._check(condition(x), lambda: f"not with {rows} rows")
+        return x * 2
+
+    return body
+
+
+WAYS = {
+    "check": asserted,
+    "assert": lambda condition: asserted(condition, lambda held: torch._assert(held, "no")),
+    "message": with_message,
+}
 
 
 def prepared(body: Callable[[Tensor], Any], **settings: Any) -> pg.PreparedModel:
@@ -109,13 +127,14 @@ CONDITIONS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_a_refused_assertion_on_sizes_names_condition_and_line(name):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refused_assertion_on_sizes_names_condition_and_line(name, way):
     condition, error, expected = CONDITIONS[name]
     with pytest.raises(error, match=expected) as raised:
-        prepared(asserted(lambda x: condition(x.size(0)), torch._check), compiler="eager")
+        prepared(WAYS[way](lambda x: condition(x.size(0))), compiler="eager")
     assert "test_programs.py:" in str(raised.value)
     with pytest.raises(ResultFormUnknown, match=r"num_tokens': \d+. it raises") as unknown:
-        prepared(asserted(lambda x: x.size(0) == 0, torch._check), compile=False)
+        prepared(WAYS[way](lambda x: x.size(0) == 0), compile=False)
     assert "test_programs.py:" in str(unknown.value)
 
 
