@@ -278,6 +278,8 @@ def test_a_signal_ends_a_start_and_its_compiler_with_one_line(tmp_path, number, 
         env={**os.environ, "CXX": str(compiler)},
         stderr=subprocess.PIPE,
         text=True,
+        # a shell ignores Ctrl-C in what it starts in the background, such as a run of these tests
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         while not (started.exists() and started.read_text()):
             assert process.poll() is None
