@@ -261,6 +261,7 @@ def _assertions_of_sizes_kept() -> Iterator[None]:
     """
     from torch._dynamo import variables
 
+    of_sizes: Any = vars(variables)["SymNodeVariable"]
     kind = variables.TorchInGraphFunctionVariable
     handlers = kind._get_handlers()
     check = handlers[torch._check]
@@ -268,7 +269,7 @@ def _assertions_of_sizes_kept() -> Iterator[None]:
     def keeping(original: Callable[..., Any]) -> Callable[..., Any]:
         def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             condition = args[0] if args else kwargs.get("cond", kwargs.get("condition"))
-            if isinstance(condition, variables.SymNodeVariable):
+            if isinstance(condition, of_sizes):
                 return check(variable, tx, condition)
             return original(variable, tx, *args, **kwargs)
 
