@@ -1,4 +1,4 @@
-"""What steps ask the CUDA runtime for, in torch's own code, as lines of docs/gpu.md:
+"""What steps ask the CUDA runtime for, in torch's own code, as lines of tables.md:
 `PIECEGRAPH_OFF=proof python tests/cuda_stand_in/run.py -m tests.cuda_stand_in.call_table`.
 
 Kernels are launched and compute nothing: tokens are arbitrary, and no call depends on them. Proofs

@@ -1,5 +1,5 @@
 """How many nodes a FULL graph has beside one of `torch.compile`, for capability 9.0, as lines of
-docs/gpu.md: `python tests/cuda_stand_in/run.py -m tests.cuda_stand_in.node_table FORM`.
+tables.md: `python tests/cuda_stand_in/run.py -m tests.cuda_stand_in.node_table FORM`.
 
 No kernel computes here. So nothing is proved by running it, such as Inductor's guard that there is
 more than one token: what is compared is what memory held before.

@@ -1,4 +1,4 @@
-"""What steps ask the CUDA runtime for, and what graphs consist of: the tables in docs/gpu.md."""
+"""What steps ask the CUDA runtime for, and what graphs consist of: tables.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def lines_of(table: str, of_this_version: str, *arguments: str) -> list[list[str]]:
     """Cells of each line that a table's command prints, without the version. They are those of
-    docs/gpu.md, if it has a line that begins with `of_this_version` for this version of torch."""
+    tables.md, if it has a line that begins with `of_this_version` for this version of torch."""
     command = [sys.executable, "tests/cuda_stand_in/run.py", "-m", f"tests.cuda_stand_in.{table}"]
     command += arguments
     without = {"STAND_IN_VALUES": "", "TRITON_INTERPRET": "0"}
@@ -25,7 +25,7 @@ def lines_of(table: str, of_this_version: str, *arguments: str) -> list[list[str
     )
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    stated = ROOT.joinpath("docs/gpu.md").read_text()
+    stated = Path(__file__).with_name("tables.md").read_text()
     if f"| {torch.__version__.partition('+')[0]} | {of_this_version} |" in stated:
         assert [line for line in lines if line not in stated] == []
     return [line.strip("| ").split(" | ")[1:] for line in lines]

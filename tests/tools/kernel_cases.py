@@ -229,7 +229,7 @@ def test_overlapped_steps_on_graphs_of_mixed_batches(served):
 
 
 def table(cases):
-    """Lines of docs/gpu.md: the largest difference of each form."""
+    """The largest difference of each form."""
     drawn = random.Random(0)
     for dtype in TOLERANCE:
         for group, window in ((1, 0), (4, 0), (8, 0), (4, 9)):

@@ -1,4 +1,4 @@
-"""What the attention kernels are made of on a GPU of capability 9.0, as lines of docs/gpu.md.
+"""What the attention kernels are made of on a GPU of capability 9.0, as lines of tables.md of the stand-in.
 
 They are compiled by the tools in the wheel of Triton, without a GPU.
 """
