@@ -1,4 +1,4 @@
-"""What the attention kernels are made of on a GPU of capability 9.0, as lines of tables.md of the stand-in.
+"""What the attention kernels are made of on a GPU of capability 9.0, as lines of tables.md.
 
 They are compiled by the tools in the wheel of Triton, without a GPU.
 """

@@ -43,7 +43,7 @@ def test_the_main_job_with_each_feature():
 
 @pytest.mark.slow
 def test_the_kernels_use_tensor_cores_and_do_not_spill(tmp_path, monkeypatch):
-    """Their machine code; as tables.md of the stand-in states it, if it has this version of Triton."""
+    """Their machine code; as tables.md states it, if it has this version of Triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     stated = Path(__file__).parents[1].joinpath("cuda_stand_in/tables.md").read_text()
     for line, (_, kernel, dtype, *_), (tensor_core, _, _, stack) in table(tmp_path):
