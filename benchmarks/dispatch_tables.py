@@ -1,4 +1,4 @@
-"""Write the measured tables of docs/dispatch.md: `python docs/dispatch_tables.py [drift|features]`.
+"""Write the measured tables of benchmarks/README.md: `python benchmarks/dispatch_tables.py [NAME]`.
 
 `drift` is computed from the excerpt of a trace that ships with the package. `features` serves it
 with the reference engine, each step verified against the eager model: a minute.
@@ -21,7 +21,7 @@ from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.fitted_sizes import fit_trace
 from piecegraph.tools.serve.trace import EXCERPT, read_trace
 
-PAGE = Path(piecegraph.__file__).parent / "docs" / "dispatch.md"
+PAGE = Path(piecegraph.__file__).parent / "benchmarks" / "README.md"
 MODEL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"  # decisions do not differ
 RATES, GRAPHS = (1.0, 2.0, 3.0, 6.0), (48, 24)
 
