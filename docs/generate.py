@@ -105,10 +105,13 @@ def _rows(part: type[Settings], names: list[str]) -> list[str]:
 
 
 def api_page() -> str:
-    rows = list[str]()
+    rows, settings = list[str](), config_page()
     for title, names in NAMES.items():
         rows += [f"| **{title}** | |"]
-        rows += [f"| `{name}` | {_summary(piecegraph, name)} |" for name in names]
+        objects = [name for name in names if f"={name}(" in settings]
+        if objects:
+            rows += [f"| {', '.join(f'`{name}`' for name in objects)} | [config.md](config.md) |"]
+        rows += [f"| `{n}` | {_summary(piecegraph, n)} |" for n in names if n not in objects]
     sections = [_section("Names", "| name | what it is |", "|---|---|", *rows)]
     tools = (
         f"| `{module}` | `{name}` | {_summary(importlib.import_module(module), name)} |"

@@ -16,7 +16,7 @@ ADDED = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "SECURITY.md": "SECURITY.md",
     "examples/README.md": "examples.md",
-    "benchmarks/README.md": "benchmark-programs.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
 """Where a page of the repository is in the site."""
 
