@@ -72,7 +72,7 @@ API_INTRO = """# Public names
 
 All names of `piecegraph`, imported on first use. Other modules are internal, except
 `piecegraph.dispatch` (policy without torch), `piecegraph.tools.bisect.pieces` (pieces as graphs),
-`piecegraph.tools.integrations` and those of [Tools](#tools). This page is generated from the
+`piecegraph.tools.integrations` and those at the end of the table. This page is generated from the
 docstrings by `docs/generate.py`.
 """
 
@@ -112,14 +112,10 @@ def api_page() -> str:
         if objects:
             rows += [f"| {', '.join(f'`{name}`' for name in objects)} | [config.md](config.md) |"]
         rows += [f"| `{n}` | {_summary(piecegraph, n)} |" for n in names if n not in objects]
-    sections = [_section("Names", "| name | what it is |", "|---|---|", *rows)]
-    tools = (
-        f"| `{module}` | `{name}` | {_summary(importlib.import_module(module), name)} |"
-        for module, names in TOOLS.items()
-        for name in names
-    )
-    sections.append(_section("Tools", "| module | name | what it is |", "|---|---|---|", *tools))
-    return "\n".join([API_INTRO, *sections])
+    for module, names in TOOLS.items():
+        rows += [f"| **`{module}`** | |"]
+        rows += [f"| `{n}` | {_summary(importlib.import_module(module), n)} |" for n in names]
+    return "\n".join([API_INTRO, _section("Names", "| name | what it is |", "|---|---|", *rows)])
 
 
 def _section(title: str, *rows: str) -> str:

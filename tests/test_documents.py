@@ -56,6 +56,12 @@ def test_every_page_is_linked_from_another():
     assert [page for page in (ROOT / "docs").glob("*.md") if page.resolve() not in linked] == []
 
 
+def test_the_pages_are_few_and_can_be_read():
+    pages = list((ROOT / "docs").glob("*.md"))
+    assert len(pages) <= 18
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= 3300
+
+
 def test_every_method_of_a_prepared_model_is_described():
     page = (ROOT / "docs/reference.md").read_text()
     methods = [name for name in dir(pg.PreparedModel) if not name.startswith("_")]
