@@ -112,9 +112,12 @@ class CoreModel:
         """Run the model uncompiled from now on, since its code is wrong.
 
         Its bundles in the private directory are put aside, so that no other start takes them;
-        returns whether there was one.
+        returns whether there was one. They are kept where the model has changed since.
         """
-        aside = put_aside(self.environment.cache, self.code.compiled.plan, reason)
+        moved, compiled = self.parts.moved(None), self.code.compiled
+        aside = not moved and put_aside(
+            self.environment.cache, compiled.plan, compiled.model, reason
+        )
         self.serve_uncompiled()
         return aside
 

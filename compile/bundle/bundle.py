@@ -158,10 +158,18 @@ def _stored_plan(plan: Plan) -> bytes:
     return plan.model_dump_json().encode()
 
 
-def put_aside(cache: Cache, plan: Plan, reason: str) -> bool:
-    """Put the bundles of a plan with their code out of service; whether there was one."""
+def put_aside(cache: Cache, plan: Plan, model: torch.nn.Module, reason: str) -> bool:
+    """Put the bundles of a model with their code out of service; whether there was one.
+
+    Those whose conditions do not hold any more are not: no start of such a model takes them.
+    """
     digest = hashlib.sha256(_stored_plan(plan)).hexdigest()
-    bundles = [each for each in cache.stored("bundle") if each.blobs[PLAN].sha256 == digest]
+    bundles = [
+        each
+        for each in cache.stored("bundle")
+        if each.blobs[PLAN].sha256 == digest
+        and not broken_conditions(each.meta.get("conditions"), model)
+    ]
     blobs = (item for bundle in bundles for item in bundle.blobs.items() if item[0] != PLAN)
     code = [ref.sha256 for name, ref in blobs if is_own_code(name.partition(".")[2])]
     cache.put_aside(bundles, code, reason)

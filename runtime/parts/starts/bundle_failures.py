@@ -39,7 +39,7 @@ def note_failure(
         key = Key.of("trace", {"bundle": bundle.digest})
         again = isinstance(cache.lookup(KIND, key, count=False), Entry)
         if again:
-            put_aside(cache, compiled.plan, reason)
+            put_aside(cache, compiled.plan, compiled.model, reason)
         else:
             cache.publish(KIND, key, {}, {})
         records.add(BundleFailed(bundle.digest, reason, again))

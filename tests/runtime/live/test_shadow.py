@@ -24,6 +24,7 @@ from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import assemble
 from piecegraph.runtime.core.records import ShadowStopped, WrongStep
+from piecegraph.runtime.parts.checks.address_checks import Snapshot
 from piecegraph.runtime.parts.checks.model_check import ModelCheck
 from piecegraph.runtime.parts.proof.cause import Cause
 from piecegraph.runtime.parts.proof.declared_writes import Stopped
@@ -139,6 +140,35 @@ def test_a_stale_bundle_is_put_aside(prepare_live, monkeypatch):
     assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
     again = prepare_live(Gained(3.0), cache=off)
     assert not again.prepared.compiled.from_bundle
+    assert run(again, 3)
+
+
+def other_gain(served: LiveServed) -> None:
+    served.model.gain = 3.0
+
+
+def other_weight(served: LiveServed) -> None:
+    layer: Any = served.model.layers[0]  # type: ignore[index]
+    layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [other_gain, other_weight])
+def test_a_bundle_is_not_blamed_for_a_model_that_changed_since(prepare_live, monkeypatch, change):
+    """The next start may find it right. Checks in turn come to the change later."""
+    monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)
+    monkeypatch.setattr(Snapshot, "check_all", lambda *_: None)
+    off = CacheSettings(verify_bundle="off")
+    prepare_live(Gained(2.0), cache=off)
+    as_a_gpu = {"fail_on_moved_inputs": False}
+    served = prepare_live(Gained(2.0), replay=as_a_gpu, cache=off, shadow=EACH)
+    served.prepared.capture()
+    change(served)
+    assert run(served, 3)
+    wrong = the_wrong_step(served.prepared)
+    assert wrong.out_of_service == Cause.CODE
+    assert wrong.changed
+    again = prepare_live(Gained(2.0), cache=off)
+    assert again.prepared.compiled.from_bundle
     assert run(again, 3)
 
 
