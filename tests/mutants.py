@@ -1,13 +1,16 @@
 """Remove one protection at a time and see a test fail: `make mutants`, not part of CI.
 
 Each mutant is (file, text, replacement, tests). A mutant that its tests let pass is a protection
-without a test. Files are restored after each run. An argument selects the mutants that contain it.
+without a test. They are made in a copy of the tree. An argument selects those that contain it.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -440,6 +443,10 @@ MUTANTS = [
      f"{LIVE}/test_shadow.py -k may_draw"),
     ("runtime/parts/proof/declared_writes.py", "if may_draw and not all(", "if False and not all(",
      f"{LIVE}/test_shadow.py -k may_draw"),
+    (MODEL, "aside = not moved and", "aside =", f"{LIVE}/test_shadow.py -k blamed"),
+    ("compile/bundle/bundle.py",
+     'and not broken_conditions(each.meta.get("conditions"), model)', "",
+     f"{LIVE}/test_shadow.py -k blamed"),
     (PROOF, "part.refreshing()", "pass", f"{LIVE}/test_shadow.py -k says_what"),
     (PROOF, "synchronize()  # a copy", "pass  # a copy",
      "tests/tools/test_overlap.py -k changes_no_token"),
@@ -732,6 +739,14 @@ MUTANTS = [
      f"{WORKERS} -k taken_back"),
     ("compile/backends/worker.py", "if difference := diff(machine.key.factors, own.factors):",
      "if difference := ():", f"{WORKERS} -k refuses"),
+    ("cache/keys/environment.py", "if value is not None and _SECRET", "if False and _SECRET",
+     f"{OF_CACHE}environment.py -k digest_of_a_secret"),
+    ("compile/guards/prover.py", " or proof.failures != len(proof.failing):", ":",
+     "tests/compile/test_guarded_models.py -k decided_by_running"),
+    ("tools/integrations/prometheus.py", "isinstance(is_verified, bool)", "is_verified",
+     f"{OF_TOOLS}metrics.py -k bundle_is_verified"),
+    ("tools/engine/scheduler.py", "if (1 + most) * len(decoding) + pending > ", "if None and ",
+     f"{OF_TOOLS}scheduler.py -k drafts_leave"),
     ("torch_compat/basics/settings.py", "used.callback(before._set)", "pass",
      "tests/torch_compat/test_settings.py -k for_a_while"),
     ("torch_compat/basics/modules.py", "            tensors[name] = tensor\n", "            pass\n",
@@ -739,31 +754,35 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def survives(file: str, text: str, replacement: str, tests: str) -> bool:
-    """Whether `tests` pass with `text` replaced in `file`."""
-    path = ROOT / file
+def survives(tree: Path, file: str, text: str, replacement: str, tests: str) -> bool:
+    """Whether `tests` pass with `text` replaced in `file` of `tree`, whose folder is importable."""
+    path = tree / file
     original = path.read_text()
     if original.count(text) < 1:
         raise SystemExit(f"{file} no longer has {text!r}: correct the list of mutants")
     path.write_text(original.replace(text, replacement, 1))
-    try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        done = subprocess.run([*command, *tests.split()], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode > 1:  # no test was selected, or none could be collected
-            raise SystemExit(f"{tests}: no test ran\n{done.stdout}")
-        return done.returncode == 0
-    finally:
-        path.write_text(original)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(tree.parent)}
+    done = subprocess.run(
+        [*command, *tests.split()], cwd=tree, env=environment, capture_output=True, text=True
+    )
+    path.write_text(original)
+    if done.returncode > 1:  # no test was selected, or none could be collected
+        raise SystemExit(f"{tests}: no test ran\n{done.stdout}")
+    return done.returncode == 0
 
 
 def main() -> None:
     survivors, only = [], " ".join(sys.argv[1:])
-    for mutant in MUTANTS:
-        if only not in " ".join(mutant):
-            continue
-        survived = survives(*mutant)
-        survivors += [mutant] if survived else []
-        print("survived" if survived else "caught  ", mutant[0], repr(mutant[1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "piecegraph"
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".*"))
+        for mutant in MUTANTS:
+            if only not in " ".join(mutant):
+                continue
+            survived = survives(tree, *mutant)
+            survivors += [mutant] if survived else []
+            print("survived" if survived else "caught  ", mutant[0], repr(mutant[1]), flush=True)
     raise SystemExit(len(survivors))
 
 

@@ -6,7 +6,13 @@ import ast
 
 import pytest
 
-from piecegraph.cache.keys.environment import DECLARED, EXEMPT, environment_factors, read
+from piecegraph.cache.keys.environment import (
+    DECLARED,
+    EXEMPT,
+    environment_factors,
+    observed,
+    read,
+)
 from piecegraph.cache.keys.key import Key
 
 
@@ -103,6 +109,15 @@ def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("PIECEGRAPH_SECRET_SWITCH", "1")
     with pytest.raises(AssertionError, match="declare PIECEGRAPH_SECRET_SWITCH"):
         read("PIECEGRAPH_SECRET_SWITCH")
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "aws_secret_access_key", "PLAIN"])
+def test_a_condition_has_a_digest_of_a_secret(name, monkeypatch):
+    monkeypatch.setenv(name, "hunter2")
+    seen = observed(name)
+    assert seen == "hunter2" if name == "PLAIN" else seen.startswith("sha256 ")
+    monkeypatch.setenv(name, "hunter3")
+    assert observed(name) != seen
 
 
 @pytest.mark.slow

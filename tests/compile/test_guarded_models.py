@@ -148,14 +148,24 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled,
         torch.testing.assert_close(made(x), model(x))
 
 
-@pytest.mark.parametrize("wrong_at_one", [False, True])
-def test_a_guard_of_a_compiler_is_decided_by_running_its_code(compiled, monkeypatch, wrong_at_one):
+@pytest.mark.parametrize(
+    ("holds", "wrong_at_one", "says"),
+    [
+        (lambda size: size != 1, False, None),
+        (lambda size: size != 1, True, r"1 \(1 in all; run at .*: result 0 is off by 1\)"),
+        (lambda size: size % 128 != 0, False, r"128, 256, 384 \(16 in all\)"),
+    ],
+    ids=["right where it fails", "wrong where it fails", "fails at more sizes than are run"],
+)
+def test_a_guard_of_a_compiler_is_decided_by_running_its_code(
+    compiled, monkeypatch, holds, wrong_at_one, says
+):
     """The error says what the run gave, by which a device that computes nothing is known."""
 
     def compile_asking(graph, inputs, options):
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         sizes = [size for each in tensors for size in each.shape if isinstance(size, torch.SymInt)]
-        assert sizes[0] != 1
+        assert holds(sizes[0])
         finish = starts.compile_text(graph, inputs, options)
 
         def wrong():
@@ -167,8 +177,8 @@ def test_a_guard_of_a_compiler_is_decided_by_running_its_code(compiled, monkeypa
     compiler = Compiler("text", compile_asking, None, version="1")
     entry = types.SimpleNamespace(name="text", load=lambda: compiler)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
-    if wrong_at_one:
-        with pytest.raises(GuardUnproved, match=r"1 \(1 in all; run at .*: result 0 is off by 1\)"):
+    if says:
+        with pytest.raises(GuardUnproved, match=says):
             compiled(Body(linear_twice), inputs=X, compiler="text")
     else:
         made = compiled(Body(linear_twice), inputs=X, compiler="text")

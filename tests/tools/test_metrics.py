@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from piecegraph import Batch, prepare
+from piecegraph.runtime.core.records import Stale, Verified
 from piecegraph.tools.integrations.prometheus import (
     MetricsCollector,
     MultiprocessMetrics,
@@ -194,6 +195,14 @@ def test_the_version_and_the_mode_are_an_info_metric(prepared):
 
     labels = (piecegraph.__version__, version("torch"), "FULL", "eager", "eager")
     assert samples(prepared)[("piecegraph_info", *labels)] == 1
+
+
+def test_a_bundle_is_verified_or_stale_or_neither_is_known(own):
+    assert ("piecegraph_bundle_verified",) not in samples(own)
+    own.records.add(Verified(0.1))
+    assert samples(own)["piecegraph_bundle_verified",] == 1
+    own.records.add(Stale(0.1, "piece 0"))
+    assert samples(own)["piecegraph_bundle_verified",] == 0
 
 
 def test_one_collector_serves_several_models(prepared, own):

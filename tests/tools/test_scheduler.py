@@ -6,15 +6,17 @@ from hypothesis import strategies as st
 
 from piecegraph.errors import InvalidSetting, RequestTooLong
 from piecegraph.tools.engine.block_manager import BlockManager
+from piecegraph.tools.engine.drafts import Drafter
 from piecegraph.tools.engine.scheduler import Request, Scheduler
 
 
-def make(*lengths, num_blocks=100, block_size=4, max_num_tokens=8, max_num_reqs=4):
+def make(*lengths, num_blocks=100, block_size=4, max_num_tokens=8, max_num_reqs=4, drafter=None):
     """A scheduler with a request for each (prompt, generate) pair, and the requests."""
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size),
         max_num_tokens=max_num_tokens,
         max_num_reqs=max_num_reqs,
+        drafter=drafter,
     )
     requests = [Request(i, [7] * prompt, generate) for i, (prompt, generate) in enumerate(lengths)]
     for request in requests:
@@ -23,9 +25,9 @@ def make(*lengths, num_blocks=100, block_size=4, max_num_tokens=8, max_num_reqs=
 
 
 def step(scheduler):
-    """Run one step; returns {request id: query length} and the schedule."""
+    """Run one step, whose drafts are right; returns {request id: query length} and the schedule."""
     schedule = scheduler.schedule()
-    scheduler.finish(schedule, [1] * sum(share.samples for share in schedule.shares))
+    scheduler.finish(schedule, [7] * sum(s.samples + len(s.drafts) for s in schedule.shares))
     return {share.request.id: share.query_len for share in schedule.shares}, schedule
 
 
@@ -87,6 +89,15 @@ def test_decoding_requests_go_before_prompts():
     step(scheduler)
     assert step(scheduler)[1].is_decode
     assert requests[0].num_computed == 5
+
+
+def test_drafts_leave_the_token_budget_to_prompts_that_wait():
+    scheduler, _ = make((4, 9), drafter=Drafter((3,)))
+    step(scheduler)
+    assert step(scheduler)[0] == {0: 4}
+    scheduler.add(Request(5, [7] * 6, 1))
+    assert step(scheduler)[0] == {0: 1, 5: 6}
+    assert step(scheduler)[0] == {0: 4}
 
 
 def test_failure_1_a_prompt_chunk_of_one_token_is_not_a_decode():
