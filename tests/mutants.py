@@ -443,6 +443,8 @@ MUTANTS = [
      f"{LIVE}/test_shadow.py -k may_draw"),
     ("runtime/parts/proof/declared_writes.py", "if may_draw and not all(", "if False and not all(",
      f"{LIVE}/test_shadow.py -k may_draw"),
+    (f"{STARTS}/background.py", 'raise NotKnown("its bundle', 'str("its bundle',
+     f"{LIVE}/test_verification.py -k another_key"),
     (MODEL, "aside = not moved and", "aside =", f"{LIVE}/test_shadow.py -k blamed"),
     ("compile/bundle/bundle.py",
      'and not broken_conditions(each.meta.get("conditions"), model)', "",

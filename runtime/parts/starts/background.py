@@ -74,12 +74,14 @@ class Background:
         # of the state of `prepare`, and of the model as it is now
         self._missing = replace(self._missing, key=without_bundle(request).key)
         try:
-            compile_missing(replace(self._missing, request=request))
+            compiled = compile_missing(replace(self._missing, request=request))
             outcome = self._missing.load()
         finally:
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
         if isinstance(outcome, Loaded):
+            if outcome.compiled.plan.model_dump_json() != compiled.plan.model_dump_json():
+                raise NotKnown("its bundle was stored under the key of another state")
             self._loaded = outcome
             return ""
         return self._failure(str(outcome))

@@ -134,6 +134,25 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
     assert following.prepared.parts.starts.wait_until_verified(300) is True
 
 
+def test_a_stale_bundle_is_not_loaded_again_where_the_new_one_has_another_key(
+    stale_start, monkeypatch
+):
+    """An engine changes the state of the process for the moment in which the key is made."""
+    served, moments = stale_start(), [{"state": "another"}]
+    store = bundles.store_bundle
+
+    def store_in_a_moment(request, key, *others):
+        return store(request, key.extended(moments.pop() if moments else {}), *others)
+
+    monkeypatch.setattr(bundles, "store_bundle", store_in_a_moment)
+    assert served.prepared.parts.starts.wait_until_verified(300) is False
+    served.step(3, 1)
+    assert served.prepared.parts.starts.wait_until_compiled(300)
+    assert not moments
+    served.step(3, 1)
+    assert served.prepared.compiled.traced
+
+
 def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start):
     served = stale_start(bundle="force")
     with pytest.raises(BundleStale, match=r"piece 2 of 3.*\* 3.0"):
