@@ -424,7 +424,7 @@ def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
 def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, monkeypatch):
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
     served = serve_cold(bundle="serve_ahead")
-    served.prepared.parts.starts.wait_until_compiled()
+    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
     while not libraries(served):
         served.step(3, 1)
     assert "AttributeError" in libraries(served)[0]["reason"]
