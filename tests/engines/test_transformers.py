@@ -19,6 +19,7 @@ pytest.importorskip("psutil")
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS  # noqa: E402
 
 from piecegraph import Config, Events  # noqa: E402
+from piecegraph.errors import ToolMissing  # noqa: E402
 from piecegraph.tools.integrations.continuous_batching import accelerate  # noqa: E402
 
 from .checkpoints import decisive, smollm2, smollm2_prompts  # noqa: E402
@@ -184,6 +185,15 @@ def test_steps_are_proved_and_wrong_code_leaves_service(monkeypatch):
     (found,) = prepared.report()["shadow"]["wrong"]
     assert found["out_of_service"] == "compiled code"
     assert not prepared.compiled.traced
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    """Its attention functions would update the paged cache a second time."""
+    monkeypatch.setattr(transformers, "__version__", "5.23.1")
+    model = model_of("llama")
+    with pytest.raises(ToolMissing, match=r"5.24 or newer \(found 5.23.1\)"):
+        accelerate(model, CONFIG)
+    assert "forward" not in vars(model.model)
 
 
 def test_other_calls_run_the_model_itself():

@@ -16,8 +16,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ... import (
@@ -30,11 +33,15 @@ from ... import (
     Shadow,
     prepare,
 )
+from ...errors import ToolMissing
 from ...runtime.tensors_by_path import tensors_by_path
 from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule
 from .unused import warn_if_unused
 
 log = logging.getLogger("piecegraph")
+
+OLDEST = "5.24"
+"""The first transformers whose models update the paged cache: before, attention functions did."""
 
 NOT_FOR_ATTENTION = {"attention_mask", "cache", "input_ids", "inputs_embeds", "use_cache"}
 """Arguments of a model's forward that do not reach its attention function as they are."""
@@ -50,8 +57,12 @@ def accelerate(
     """Prepare the base model of `model` and run its steps with a paged cache through it.
 
     `config` sets limits, cache and graphs; inputs and splitting ops are known. Without it there are
-    PIECEWISE graphs on a GPU and none on a CPU. Raises the errors of `prepare`.
+    PIECEWISE graphs on a GPU and none on a CPU. Raises the errors of `prepare`, and
+    ToolMissing if transformers is too old.
     """
+    if Version(transformers.__version__) < Version(OLDEST):
+        found = f"transformers {OLDEST} or newer (found {transformers.__version__})"
+        raise ToolMissing(name=found, extra="batching")
     base = model.base_model
     mode = "NONE" if model.device.type == "cpu" else "PIECEWISE"
     config = config or Config(graph_mode=mode)
@@ -83,7 +94,7 @@ def accelerate(
     base.forward = _steps_through(prepared, base.forward)
     _route_eager_calls(packed, model, routed, before)
     prepared.parts.checks.accept_changes()
-    warn_if_unused(model, prepared, lambda arguments: arguments.get("cache") is not None)
+    warn_if_unused(model, prepared, _is_paged)
     prepared.seal()
     return prepared
 
@@ -101,6 +112,11 @@ def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str,
     return {}
 
 
+def _is_paged(arguments: Mapping[str, Any]) -> bool:
+    """Whether it is a call of continuous batching: others have a cache of another class."""
+    return isinstance(arguments.get("cache"), PagedAttentionCache)
+
+
 def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
     """The forward of the base model: a prepared step where transformers gives a paged cache."""
     most, names = prepared.config.max_num_tokens, tuple(inspect.signature(forward).parameters)
@@ -110,7 +126,7 @@ def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
         nonlocal watched
         arguments = {**dict(zip(names, args, strict=False)), **keywords}
         input_ids = arguments.get("input_ids")
-        if input_ids is None or arguments.get("cache") is None:
+        if input_ids is None or not _is_paged(arguments):
             return forward(*args, **keywords)
         num_tokens = input_ids.shape[1]
         if num_tokens > most:
