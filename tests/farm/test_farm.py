@@ -20,6 +20,7 @@ import torch
 
 from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.cache.inspection import manifests
+from piecegraph.compile.backends import in_workers
 from tests.compile import ops as _registers  # noqa: F401
 from tests.compile.models import MIX, Stack, X
 
@@ -56,16 +57,23 @@ def in_processes(count: int) -> Iterator[Executor]:
         yield pool
 
 
-def start(folder: Path, executor: Executor | None = None) -> tuple[Any, Events]:
-    """A start of a model of several sizes, each with code of its own."""
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Workers of a farm may take minutes to start: this process leaves them all pieces."""
+    monkeypatch.setattr(in_workers, "PATIENCE_SECONDS", in_workers.SILENT_SECONDS)
+
+
+def start(folder: Path, executor: Executor | None = None, most: int = 1) -> tuple[Any, Events]:
+    """A start of three unique pieces, compiled for all sizes and for each up to `most`."""
     torch.manual_seed(0)
     model, events = Stack(2).eval(), Events()
+    sizes = tuple(range(1, most + 1))
     settings = Config(
-        inputs=X, splitting_ops=MIX, max_num_tokens=8, level=3, codegen={"sizes": (2,)},
+        inputs=X, splitting_ops=MIX, max_num_tokens=16, level=3, codegen={"sizes": sizes},
         cache_dir=folder, graph_mode="NONE",
     )  # fmt: skip
     served = prepare(model, settings, events=events, executor=executor)
-    for size in (1, 2, 8):
+    for size in (1, most, 16):
         x = torch.randn(size, 8)
         torch.testing.assert_close(served(x, batch=Batch(size, 1)), model(x))
     served.close()
@@ -78,28 +86,42 @@ def entries(folder: Path) -> set[tuple[str, str, tuple[str, ...]]]:
     return {(each.kind, each.key.digest, tuple(sorted(each.blobs))) for each in held}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What this process alone makes of 27 pieces: three unique ones for eight sizes and for all."""
+    folder = tmp_path_factory.mktemp("alone")
+    return start(folder, most=8)[1], entries(folder)
+
+
 @pytest.mark.parametrize("farm", [on_dask, on_ray, in_processes])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_bundle_is_the_one_that_this_process_alone_makes(farm, count, tmp_path):
-    _, alone = start(tmp_path / "alone")
+def test_a_bundle_is_the_one_that_this_process_alone_makes(farm, count, alone, tmp_path):
     with farm(count) as executor:
-        _, shared = start(tmp_path / "shared", executor)
-    ends = [event.facts for event in shared.named("compile.end")]
-    assert any(facts.get("by") == "worker" for facts in ends)
-    assert shared.counters["inductor_compiles"] == alone.counters["inductor_compiles"]
-    assert entries(tmp_path / "shared") == entries(tmp_path / "alone")
-    _, warm = start(tmp_path / "shared")
+        _, shared = start(tmp_path, executor, most=8)
+    ends = [event.facts.get("by") for event in shared.named("compile.end")]
+    assert ends == ["worker"] * 27
+    assert shared.counters["inductor_compiles"] == alone[0].counters["inductor_compiles"] == 27
+    assert entries(tmp_path) == alone[1]
+    _, warm = start(tmp_path, most=8)
     assert warm.counters["inductor_compiles"] == 0
 
 
-def test_a_worker_that_is_killed_costs_time_only(tmp_path):
-    """The executor of processes is broken by it, and all that it has is compiled here."""
-    with in_processes(1) as executor:
-        worker = executor.submit(os.getpid).result(60)
+def process() -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("farm", "lost"), [(on_dask, False), (on_ray, False), (in_processes, True)]
+)
+def test_a_worker_that_is_killed_costs_time_only(farm, lost, tmp_path):
+    """Dask and Ray start another one. An executor of processes is broken by it: all that it has is
+    compiled here."""
+    with farm(1) as executor:
+        worker = executor.submit(process).result(600)
         Timer(5.0, partial(os.kill, worker, signal.SIGKILL)).start()
         _, events = start(tmp_path, executor)
     reasons = [event.facts["reason"] for event in events.named("compile.here")]
-    assert any("terminated abruptly" in reason for reason in reasons)
+    assert any("terminated abruptly" in reason for reason in reasons) is lost, reasons
     _, warm = start(tmp_path)
     assert warm.counters["inductor_compiles"] == 0
 
