@@ -62,6 +62,7 @@ EAGER: dict[str, dict[str, Any]] = {
 """How vLLM runs uncompiled, if not with `enforce_eager`: on a CPU vLLM 0.32 then leaves out the
 warm-up that allocates what stages exchange, and the first step fails."""
 
+WRAPPED = ("qwen3", "llama", "qwen3_moe")
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NO_COMPILER = {"compiler": "eager", "cache": False}
 WARNING = "vLLM runs this model without piecegraph: "
@@ -90,13 +91,16 @@ class Engines:
                 "settings": NO_COMPILER,
                 "first step fails": True,
             },
+            "wrong code": {
+                "family": "qwen3",
+                "settings": {**NO_COMPILER, "compiler": "planted"},
+            },
             "goes around": {"family": "qwen3", "settings": NO_COMPILER, "goes around": True},
             "mode NONE": {
                 "family": "qwen3",
                 "settings": NO_COMPILER,
                 "engine": {"compilation_config": {"mode": 0}},
             },
-            "wrapped": {"family": "qwen3", "settings": {"cache": False}, "wrapped": True},
             "cold": {"family": "qwen3", "settings": stored},
             "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
             "capacity, cold": {"family": "qwen3", "settings": capacity, **capacity_engine},
@@ -108,6 +112,9 @@ class Engines:
                 "engine": {"compilation_config": {"mode": 0}},  # vLLM's own path, uncompiled
             },
         }
+        for family in WRAPPED:
+            wrapped = {"family": family, "settings": {"cache": False}, "wrapped": True}
+            self.jobs[f"{family}, wrapped"] = wrapped
         for case, engine in (CASES | {"qwen3, adapters": LORA}).items():
             family, alone = case.partition(",")[0], EAGER.get(case, {"enforce_eager": True})
             faults = ["attention"] if engine is ENCODER else ["attention", "KV row"]
@@ -160,9 +167,10 @@ def test_results_are_those_of_vllm(engines, case):
     assert prepared["served_metrics"].count("piecegraph_serving_uncompiled{") == workers
 
 
-def test_vllms_own_ops_are_lowered_by_its_own_passes(engines):
+@pytest.mark.parametrize("family", WRAPPED)
+def test_vllms_own_ops_are_lowered_by_its_own_passes(engines, family):
     """Norms and activations are such ops where vLLM wraps them, as on a GPU."""
-    alone, wrapped = engines("qwen3", "wrapped")
+    alone, wrapped = engines(family, f"{family}, wrapped")
     assert wrapped["made"] == alone["made"]
     assert wrapped["refusals"] == [None]
     assert (wrapped["opaque"], wrapped["report"]["opaque_ops"]) == ([], [])
@@ -225,6 +233,16 @@ def test_steps_are_proved_while_vllm_serves(engines):
     shadow = proved["report"]["shadow"]
     assert (shadow["stopped"], shadow["wrong"]) == (None, [])
     assert sum(row["count"] for row in shadow["proved"]) > 20
+
+
+def test_wrong_code_leaves_service_at_the_first_real_step(engines):
+    """vLLM's dummy runs are no proof: its attention leaves the output of these unwritten."""
+    alone, wrong = engines("qwen3", "wrong code")
+    assert wrong["made"] == alone["made"]
+    assert wrong["refusals"] == [None]
+    shadow = wrong["report"]["shadow"]
+    assert [step["out_of_service"] for step in shadow["wrong"]] == ["compiled code"]
+    assert shadow["skipped"]["a dummy step of the engine"] > 0
 
 
 @pytest.mark.parametrize(
@@ -299,7 +317,10 @@ def test_vllm_decides_as_it_does_alone(wheel):
     """Graph modes of both runners, for each support of attention; by the Python of two versions."""
     folder = Path(sys.prefix) / "newer"
     command = [sys.executable, str(HELPER.with_name("vllm_decisions.py"))]
-    environment = os.environ | ({"PYTHONPATH": str(folder)} if wheel else {})
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu"}  # no wheel has a GPU here
+    if wheel:
+        places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(places)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done]
     found = json.loads(line.removeprefix("RESULT "))
@@ -308,6 +329,21 @@ def test_vllm_decides_as_it_does_alone(wheel):
     assert found["not compiled"] != found["alone"]
     assert found["alone"]["V2 FULL_AND_PIECEWISE ALWAYS"] == "FULL_AND_PIECEWISE"
     assert found["ran"] == "ours"
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    assert decision_table(found) in page
+
+
+MODES = ("FULL_AND_PIECEWISE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "NONE")
+
+
+def decision_table(found):
+    """The rows of docs/engines.md: what is made of each mode where attention supports all."""
+    rows = []
+    for name, who, runner in (("V1", "worker", "V1"), ("V2", "worker", "V2"),
+                              ("V2, not compiled", "not compiled", "V2")):  # fmt: skip
+        cells = [found[who][f"{runner} {mode} ALWAYS"] for mode in MODES]
+        rows.append(f"| {' | '.join([name, *cells])} |\n")
+    return "".join(rows)
 
 
 @torch.library.custom_op("engine_tests::copied", mutates_args=())

@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
+from torch._dynamo import register_backend
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -289,6 +290,11 @@ def wrapping(kind: Any) -> None:
         load(self, **options)
 
     kind.load_model = wrapped
+
+
+@register_backend(name="planted")
+def wrong_code(graph: Any, inputs: Any) -> Any:
+    return lambda *args: tuple(x * 1.5 if x.is_floating_point() else x for x in graph(*args))
 
 
 def fail_once(cls: Any) -> None:

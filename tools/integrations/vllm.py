@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -213,7 +214,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         del module.forward
         before = psutil.Process().memory_info().rss
         try:
-            self.prepared, inputs = self._prepare(module, args, kwargs)
+            # a shallow copy keeps its own forward: what serves uncompiled, and a proof, calls it
+            self.prepared, inputs = self._prepare(copy(module), args, kwargs)
+            self.prepared.prove_where(_has_metadata)
             gc.collect()
             self._left = psutil.Process().memory_info().rss - before
             pieces, larger = len(self.prepared.compiled.pieces), self._left >> 20
@@ -424,6 +427,11 @@ def steps_through(
             return forward(*args, **kwargs)
 
     return step
+
+
+def _has_metadata() -> bool:
+    """Whether it is no dummy run of vLLM: in these, attention leaves its output as it was."""
+    return get_forward_context().attn_metadata is not None
 
 
 NO_GRAPHS = (RuntimeMode.NONE,)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -50,6 +50,7 @@ MOST_UNSTEADY = 8
 TOO_LARGE = f"state above {MOST_STATE >> 20} MiB"
 SET_UP = "the step set up state of the model"
 NO_TOKENS = "no tokens on a rank"
+DUMMY = "a dummy step of the engine"
 
 MOST_FILES = 8
 """Wrong steps that are saved."""
@@ -62,7 +63,11 @@ class ProofPart(Part):
     """
 
     name = "proof"
-    offers: ClassVar = {"shadow_idle": "idle", "prove_with": "prove_with"}
+    offers: ClassVar = {
+        "shadow_idle": "idle",
+        "prove_with": "prove_with",
+        "prove_where": "prove_where",
+    }
 
     def __init__(
         self, core: CoreModel, settings: Shadow, uncompiled: Run, folder: Path | None
@@ -81,6 +86,7 @@ class ProofPart(Part):
         self._steady = False
         self._waits = False
         self._waiting: KeptStep | None = None
+        self._is_real: Callable[[], bool] = lambda: True
         self._changing = set[str]()
         """Attributes that a step has changed."""
         self._proved_code: Any = None
@@ -93,6 +99,13 @@ class ProofPart(Part):
         Without them the metadata of a step is used as it is.
         """
         self.runs.keep, self.runs.rebuild = keep, rebuild
+
+    def prove_where(self, is_real: Callable[[], bool]) -> None:
+        """Prove only steps for which `is_real()`, called before each one that is due, says so.
+
+        A dummy step of an engine proves nothing where its attention leaves the output unwritten.
+        """
+        self._is_real = is_real
 
     def around(self, run: Run) -> Run:
         """`run` with a proof of the first step of each graph, and of each N-th step."""
@@ -202,7 +215,9 @@ class ProofPart(Part):
             return run(*step)
         due, skip, failure = None, "", ""
         began, is_overdue = perf_counter(), self.coverage.is_overdue(index)
-        if not is_overdue and (self._waiting is not None or not self.coverage.has_time()):
+        if not self._is_real():
+            skip = DUMMY
+        elif not is_overdue and (self._waiting is not None or not self.coverage.has_time()):
             skip = "waiting" if self._waiting else "budget"
         else:
             try:

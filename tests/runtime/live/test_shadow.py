@@ -99,6 +99,19 @@ def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
     assert step.batch.num_tokens == 3
 
 
+def test_dummy_steps_of_an_engine_are_not_proved(prepare_live, monkeypatch):
+    """The first real one is."""
+    compiled_wrong(monkeypatch)
+    served = prepare_live(shadow=EACH)
+    is_real = False
+    served.prepared.prove_where(lambda: is_real)
+    assert [run(served, 3), run(served, 3)] == [False, False]
+    assert served.prepared.report()["shadow"]["skipped"] == {"a dummy step of the engine": 2}
+    is_real = True
+    assert run(served, 3)
+    assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
+
+
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch):
     monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
