@@ -242,7 +242,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         names = inspect.signature(module.forward).parameters
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors, group = tensors_in(arguments), get_tp_group()
-        num_tokens = tensors["positions"].shape[-1]
+        # the second where transformers has the model, which is then the module that is compiled
+        positions = next(tensors[n] for n in ("positions", "position_ids") if n in tensors)
+        num_tokens = positions.shape[-1]
         inputs = {name: InputForm(value, num_tokens) for name, value in tensors.items()}
         events = Events()
         # a context without a step: the model may find its layers in it
