@@ -138,7 +138,14 @@ def _load(
         if compiler.before_load is not None:
             compiler.before_load(events)
         with events.span("bundle.code"):
-            return compiler.load(bundle.artifacts)
+            if not events.wants_detail:
+                return compiler.load(bundle.artifacts)
+            pieces, places = list[PieceFn](), bundle.plan.places_of_artifacts()
+            for index, blobs in enumerate(bundle.artifacts):  # below its piece, as when compiled
+                piece, low, high = places[index]
+                with events.trace_unit(piece, f"piece {piece}, tokens {low} to {high}"):
+                    pieces += compiler.load([blobs])
+            return pieces
     sizes = bundle.plan.sizes_of_artifacts()
     with events.span("bundle.libraries"):
         return [

@@ -319,6 +319,15 @@ class Plan(Frozen):
         runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
         return len(runs)
 
+    def places_of_artifacts(self) -> dict[int, tuple[int, int, int]]:
+        """For each artifact a piece, and the token counts that it serves."""
+        return {
+            artifact: (piece, interval.low, interval.high)
+            for plan in self.traces()
+            for interval in plan.ranges
+            for piece, artifact in enumerate(interval.artifacts)
+        }
+
     def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
         """For each artifact the positions of its size arguments."""
         return {
