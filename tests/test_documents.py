@@ -100,6 +100,45 @@ def test_commands_of_a_page_exist_with_their_options(page):
         assert not hasattr(command, "commands") or not words or options, f"{program} {rest}"
 
 
+SOURCE = "\n".join(
+    path.read_text()
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] not in (".typing", "docs", "tests")
+)
+MAKEFILE = (ROOT / "Makefile").read_text()
+NAMES = {
+    r"\b(?:event|warning|counter)s? `([a-z_.]+)`": lambda name: f'"{name}"' in SOURCE,
+    r"\b(PIECEGRAPH_[A-Z_]+)\b": lambda name: name in SOURCE,
+    r"`make ([a-z-]+)": lambda name: re.search(rf"^{name}:", MAKEFILE, re.M),
+    r"`((?:tests|tools|runtime|compile|cache|benchmarks|examples|docs)/[\w/.-]+)`": (
+        lambda name: (ROOT / name).exists()
+    ),
+    r"`([A-Z]\w+)` (?:names|says|lists)": lambda name: f"class {name}" in SOURCE,
+}
+"""What pages name, by the form in which they do, and whether there is such a thing."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_events_variables_targets_files_and_errors_that_a_page_names_exist(page):
+    named = [
+        (name, exists)
+        for form, exists in NAMES.items()
+        for name in re.findall(form, page.read_text())
+    ]
+    assert [name for name, exists in named if not exists(name)] == []
+
+
+def test_pages_and_headings_that_the_package_names_exist():
+    for heading, name in re.findall(r"(?:see (\w+) in )?docs/([\w-]+\.md)", SOURCE):
+        page = ROOT / "docs" / name
+        assert page.exists()
+        assert not heading or f" {heading}\n" in page.read_text(), f"{heading} in {name}"
+
+
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.name != "CHANGELOG.md"],
