@@ -5,24 +5,19 @@ its tests compile with its global `compile_fx`. It is not stored here, and its c
 that fails is run again as it is: it is worse if it passes then. One line per test, then the sums.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json
 import sys
 import unittest
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import piecegraph as pg
 from piecegraph.runtime.torch_compile import backend
 
 
-def outcome(test: unittest.TestCase) -> str:
+def outcome(test):
     """`passed`, `skipped`, or the last line of what went wrong."""
     result = unittest.TestResult()
     unittest.TestSuite([type(test)(test._testMethodName)]).run(result)
@@ -32,7 +27,7 @@ def outcome(test: unittest.TestCase) -> str:
     return "skipped" if result.skipped else "passed"
 
 
-def tests_of(suite: Any, selected: str) -> Iterator[unittest.TestCase]:
+def tests_of(suite, selected):
     """The tests whose name, with that of the class, contains `selected`."""
     if isinstance(suite, unittest.TestCase):
         if selected in suite.id():
@@ -42,11 +37,11 @@ def tests_of(suite: Any, selected: str) -> Iterator[unittest.TestCase]:
         yield from tests_of(each, selected)
 
 
-def compare(module: ModuleType, selected: str, compiler: str) -> dict[str, Any]:
+def compare(module, selected, compiler):
     """Run the selected tests of a suite; returns how many were equal, worse, and so on."""
     theirs, events, sums = module.compile_fx, pg.Events(), Counter[str]()
 
-    def ours(graph: Any, inputs: Any, **_: Any) -> Any:
+    def ours(graph, inputs, **_):
         return backend(graph, inputs, {"compiler": compiler, "cache": False, "events": events})
 
     for test in tests_of(unittest.defaultTestLoader.loadTestsFromModule(module), selected):
@@ -61,7 +56,7 @@ def compare(module: ModuleType, selected: str, compiler: str) -> dict[str, Any]:
     return {**sums, "backend": pg.backend_report(events)}
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--select", default="CpuTests", help="part of a test's name")

@@ -4,8 +4,6 @@ Imports torch, its compilers and the package once, and forks for each line of st
 program, a file for its output, its environment. Answers each with the exit status.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -17,7 +15,7 @@ from piecegraph.torch_compat.compiling.inductor import import_inductor
 from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 
-def run(script: str, output: str, environment: dict[str, str]) -> int:
+def run(script, output, environment):
     """The exit status of a program that runs in its folder. Changes this process."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     opened = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,15 @@ ROOT = Path(pg.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
-def walk(title: str) -> list[tuple[str, str]]:
+def walk(title):
     """Files and functions of a numbered walk, in order."""
     section = PAGE.split(f"### {title}", 1)[1].split("\n#", 1)[0]
     return re.findall(r"^\d+\. `([\w/.]+)`: `([\w.]+)`", section, re.MULTILINE)
 
 
-def calls(run: Callable[[], object]) -> list[tuple[str, str]]:
+def calls(run):
     """Files and functions of the package in the order of their first call."""
-    seen: dict[tuple[str, str], None] = {}
+    seen = {}
     prefix = f"{ROOT}/"
 
     def profile(frame, event, arg):
@@ -39,11 +38,11 @@ def calls(run: Callable[[], object]) -> list[tuple[str, str]]:
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         query = self.up(x)
         output = torch.empty_like(query)
         torch.ops.architecture_page.attention(query, output)

@@ -172,7 +172,7 @@ def test_nobody_reads_events_to_learn_something():
     assert readers == OUTPUT
 
 
-def test_warnings_are_counted_by_event_with_their_newest_facts() -> None:
+def test_warnings_are_counted_by_event_with_their_newest_facts():
     above = Events()
     events = Events(parent=above)
     for n in range(6):

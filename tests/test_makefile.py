@@ -1,7 +1,5 @@
 """What the Makefile installs and how CI ends, with a pip and a make that only pretend."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -20,7 +18,7 @@ esac
 """  # noqa: E501
 
 
-def run_make(directory: Path, missing: str, *arguments: str) -> tuple[int, str, list[str]]:
+def run_make(directory, missing, *arguments):
     """Status, output and commands of `make` where pip lacks what contains `missing`."""
     shutil.copy(ROOT / "Makefile", directory)
     (directory / "pyproject.toml").touch()
@@ -37,7 +35,7 @@ def run_make(directory: Path, missing: str, *arguments: str) -> tuple[int, str, 
     return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
 
-def torches(calls: list[str]) -> list[str]:
+def torches(calls):
     return [call.rpartition(" ")[2] for call in calls if ".[cli]" in call]
 
 

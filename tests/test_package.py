@@ -1,7 +1,5 @@
 """Packaging, public names, light imports, generated docs, and the error catalog."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pickle
@@ -10,9 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +33,7 @@ def test_every_public_name_exists_and_others_do_not():
     for name in piecegraph.__all__:
         assert getattr(piecegraph, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
-        _ = piecegraph.no_such_name  # type: ignore[attr-defined]
+        _ = piecegraph.no_such_name
 
 
 def test_type_checkers_see_the_same_public_names():
@@ -69,7 +65,7 @@ def test_help_of_the_package_leaves_out_inherited_methods():
         assert internal not in text
 
 
-def generator() -> Any:
+def generator():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -123,7 +119,7 @@ def test_what_is_light_imports_nothing_heavy(program, heavy, tmp_path):
 def test_the_library_imports_what_it_depends_on(package_sources):
     """At the top of a file; what an extra brings is imported where it is used."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+    installed = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}
     for name, path in package_sources.items():
         if not name.startswith(("docs/", "tools/", "testing")):
             for node in ast.parse(path.read_text()).body:
@@ -131,13 +127,13 @@ def test_the_library_imports_what_it_depends_on(package_sources):
                     modules = [alias.name for alias in node.names]
                 else:
                     absolute = isinstance(node, ast.ImportFrom) and not node.level
-                    modules = [node.module or ""] if absolute else []  # type: ignore[attr-defined]
+                    modules = [node.module or ""] if absolute else []
                 for module in modules:
                     package = module.partition(".")[0]
                     assert package in installed | sys.stdlib_module_names, f"{name}: {module}"
 
 
-def catalog(cls: type[PiecegraphError] = PiecegraphError) -> Iterator[type[PiecegraphError]]:
+def catalog(cls=PiecegraphError):
     for sub in cls.__subclasses__():
         if sub.what:
             yield sub
@@ -165,14 +161,14 @@ def test_every_error_is_raised_somewhere(package_sources):
 @pytest.mark.slow
 def test_every_public_function_of_dispatch_has_a_caller(package_sources):
     """Policy that nothing but tests uses cannot be reached by an engine."""
-    uses: dict[str, set[tuple[Path, int]]] = {}
-    defined: list[tuple[Path, ast.FunctionDef]] = []
+    uses = {}
+    defined = []
     for file, path in package_sources.items():
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             name = getattr(node, "attr", None) or getattr(node, "id", None)
             if name is not None:
-                uses.setdefault(name, set()).add((path, node.lineno))  # type: ignore[attr-defined]
+                uses.setdefault(name, set()).add((path, node.lineno))
         if file.startswith("dispatch/"):
             functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
             defined += [(path, each) for each in functions if not each.name.startswith("_")]

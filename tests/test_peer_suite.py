@@ -1,7 +1,5 @@
 """The runner of torch's suites, on a suite in their form."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

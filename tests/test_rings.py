@@ -7,7 +7,6 @@ outside of it that import from it, and the names that they import, counted in ea
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,11 +50,11 @@ RINGS = {
 """One file imports from each `runtime.parts` folder: assemble.py."""
 
 
-def within(module: str, prefixes: list[str]) -> bool:
+def within(module, prefixes):
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def imports(source: str, text: str) -> Iterator[str]:
+def imports(source, text):
     """Full names, without `piecegraph`, of what a file of the package imports: `events.Events`.
 
     `source` is the file's name relative to the package.
@@ -80,12 +79,12 @@ def imports(source: str, text: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}".lstrip(".") for alias in node.names)
 
 
-def module_name(source: str) -> str:
+def module_name(source):
     return source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @pytest.fixture(scope="module")
-def imported(package_sources: dict[str, Path]) -> dict[str, list[str]]:
+def imported(package_sources):
     """What each file imports."""
     return {
         source: [*imports(source, path.read_text())] for source, path in package_sources.items()

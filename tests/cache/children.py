@@ -1,16 +1,13 @@
 """Child processes for tests: forked, because a thousand of them must start in seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 
 
-def fork(work: Callable[[], None]) -> int:
+def fork(work):
     """Run `work` in a child; returns its process id. The child's status is 1 if it raised."""
     sys.stdout.flush()
     with warnings.catch_warnings():
@@ -28,16 +25,16 @@ def fork(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def status(pid: int) -> int:
+def status(pid):
     """The exit status of a child; minus the signal's number if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def run_all(works: Sequence[Callable[[], None]]) -> list[int]:
+def run_all(works):
     """The statuses of children that run at the same time."""
     return [status(pid) for pid in [fork(work) for work in works]]
 
 
-def die() -> None:
+def die():
     """End this process as `kill -9` does: no flush, no cleanup."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,6 @@
 """A cache on an empty private directory, and the data of an entry."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,16 +14,16 @@ BLOBS = {"code.py": b"print('piece')\n", "kernel.so": bytes(range(256)) * 4}
 META = {"compile_seconds": 2.5, "signature": ["f32[s0, 64]"]}
 
 
-def numbered(number: int) -> Key:
+def numbered(number):
     return Key.of("codegen", {"number": number})
 
 
 @contextmanager
-def at_each_step(call: Callable[[str], object]) -> Iterator[None]:
+def at_each_step(call):
     """Calls `call` after each step of a publish inside: "blob written", "manifest placed", …"""
 
-    def followed(step: Callable[..., None], done: str) -> Callable[..., None]:
-        def run(path: Path, *rest: object) -> None:
+    def followed(step, done):
+        def run(path, *rest):
             step(path, *rest)
             call(f"{path.name} {done}")
 
@@ -39,17 +36,17 @@ def at_each_step(call: Callable[[str], object]) -> Iterator[None]:
 
 
 @pytest.fixture
-def events() -> Events:
+def events():
     return Events()
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def memory_root() -> Iterator[Path]:
+def memory_root():
     """As `root`, on a file system in memory if there is one: fsync on a disk is slow."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
@@ -57,21 +54,21 @@ def memory_root() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def signer() -> SigningKey:
+def signer():
     return SigningKey.new()
 
 
 @pytest.fixture(scope="session")
-def trusted(signer: SigningKey) -> TrustedKeys:
+def trusted(signer):
     """What trusts `signer` alone."""
     return TrustedKeys({signer.public.id: signer.public})
 
 
 @pytest.fixture
-def cache(root: Path, events: Events) -> Cache:
+def cache(root, events):
     return Cache(root, events)
 
 
 @pytest.fixture
-def key() -> Key:
+def key():
     return Key.of("codegen", {"piece": "3f2a", "torch": "2.13.0", "config": {"level": 2}})

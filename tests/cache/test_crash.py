@@ -1,13 +1,10 @@
 """A writer can be killed at any moment: entries are whole or absent, and stay once published."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -22,11 +19,11 @@ from .conftest import BLOBS, META, at_each_step, numbered
 STEPS = ["blob written", "blob placed", "manifest written", "manifest placed"]
 
 
-def dying_at(step: str, nth: int) -> Callable[[str], None]:
+def dying_at(step, nth):
     """Kills the process the `nth` time a publish reaches `step`."""
     left = [nth]
 
-    def fault(reached: str) -> None:
+    def fault(reached):
         left[0] -= reached == step
         if left[0] == 0:
             die()
@@ -35,7 +32,7 @@ def dying_at(step: str, nth: int) -> Callable[[str], None]:
 
 
 def test_the_steps_are_all_the_steps(root, events, key):
-    seen: list[str] = []
+    seen = []
     with at_each_step(seen.append):
         Cache(root, events).publish("artifact", key, META, BLOBS)
     assert sorted(set(seen), key=seen.index) == STEPS
@@ -48,7 +45,7 @@ def test_failure_W8_writer_killed_at_a_step(root, events, key, step, nth):
     if nth > 1 and not step.startswith("blob"):
         nth = 1
 
-    def write() -> None:
+    def write():
         with at_each_step(dying_at(step, nth)):
             Cache(root, Events()).publish("artifact", key, META, BLOBS)
         die()
@@ -74,11 +71,11 @@ def test_failure_W8_random_kills(memory_root, events):
     chance = random.Random(0)
     reader = Cache(memory_root, events)
     one_publish = seconds_to_publish(reader)
-    out: set[int] = set()
+    out = set()
     for round_ in range(int(os.environ.get("KILLS_OF_WRITERS", "150"))):
         reports, report = os.pipe()
 
-        def write(round_: int = round_, report: int = report) -> None:
+        def write(round_=round_, report=report):
             cache = Cache(memory_root, Events(), limits=Limits(size=math.inf))
             os.write(report, READY)
             for number in range(round_ * 7, round_ * 7 + 100):
@@ -106,13 +103,13 @@ def test_failure_W8_random_kills(memory_root, events):
 READY = b"\xff"
 
 
-def seconds_to_publish(cache: Cache) -> float:
+def seconds_to_publish(cache):
     began = time.perf_counter()
     cache.publish("artifact", numbered(0), {}, contents(0))
     return time.perf_counter() - began
 
 
-def contents(number: int) -> dict[str, bytes]:
+def contents(number):
     """Two blobs that name each other, and one that many entries share."""
     return {
         "first": b"%d/1" % number,
@@ -121,7 +118,7 @@ def contents(number: int) -> dict[str, bytes]:
     }
 
 
-def assert_whole(cache: Cache, number: int, published: bool) -> None:
+def assert_whole(cache, number, published):
     found = cache.lookup("artifact", numbered(number))
     if isinstance(found, Entry):
         writer = int(found.contents["first"].split(b"/")[0])

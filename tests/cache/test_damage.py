@@ -1,7 +1,5 @@
 """Failure W7: with any damage to the files, a lookup gives the entry or a miss."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -24,12 +22,12 @@ from piecegraph.tools.cache_verify import exit_status, verify
 from .conftest import BLOBS, META
 
 
-def files_of(root: Path) -> list[Path]:
+def files_of(root):
     areas = (root / ENTRY_AREA, root / BLOB_AREA)
     return sorted(path for area in areas for path in area.rglob("*") if path.is_file())
 
 
-def assert_miss_then_repaired(cache: Cache, key: Key, expected: dict[str, bytes]) -> None:
+def assert_miss_then_repaired(cache, key, expected):
     missed = cache.lookup("artifact", key)
     assert missed.reason in ("damaged", "incomplete", "absent"), missed
     cache.publish("artifact", key, META, expected)
@@ -55,7 +53,7 @@ def test_failure_W7_damaged_files(memory_root, key, cases):
                 empty(memory_root / "quarantine")
 
 
-def damaged(before: bytes, other: bytes, how: int, chance: random.Random) -> bytes | None:
+def damaged(before, other, how, chance):
     at = chance.randrange(len(before))
     if how == 0:
         return before[:at] + bytes([before[at] ^ (1 << chance.randrange(8))]) + before[at + 1 :]
@@ -68,7 +66,7 @@ def damaged(before: bytes, other: bytes, how: int, chance: random.Random) -> byt
     return None
 
 
-def empty(quarantine: Path) -> None:
+def empty(quarantine):
     for path in sorted(quarantine.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
 
@@ -182,7 +180,7 @@ def test_publish_does_not_rely_on_a_damaged_blob(cache, root, tmp_path, key, mak
 
 def test_hostile_pickle_in_a_blob_is_never_loaded(cache, root, tmp_path, key):
     class Payload:
-        def __reduce__(self) -> tuple[object, ...]:
+        def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
     cache.publish("artifact", key, META, BLOBS)
@@ -209,9 +207,9 @@ json_values = st.recursive(
 )
 
 
-def sealed(fields: object) -> bytes:
+def sealed(fields):
     """A manifest file of `fields` with a correct digest."""
-    line = canonical(fields)  # type: ignore[arg-type]
+    line = canonical(fields)
     return b"%s\nsha256 %s\n" % (line, hashlib.sha256(line).hexdigest().encode())
 
 

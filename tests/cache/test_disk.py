@@ -1,15 +1,11 @@
 """Disks fill up, disappear and return errors: one event is emitted and the process continues."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +26,7 @@ ROOT = os.geteuid() == 0
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 256 KiB, if the system allows mounting one."""
     mount = tmp_path / "disk"
     mount.mkdir(mode=0o700)
@@ -44,7 +40,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(mount)], check=True)
 
 
-def assert_serves(cache: Cache, events: Events, key: Key, blobs: dict[str, bytes]) -> str:
+def assert_serves(cache, events, key, blobs):
     """Publishing fails and the entry is usable; returns the reason in the event."""
     entry = cache.publish("artifact", key, META, blobs)
     for name, content in blobs.items():
@@ -82,12 +78,12 @@ def test_disk_goes_read_only(small_disk, events, key):
         Cache(small_disk / "cache", events)
 
 
-def in_child(work: Callable[[], None]) -> None:
+def in_child(work):
     assert status(fork(work)) == 0
 
 
 def test_file_size_limit_cuts_a_blob_short(root, key):
-    def work() -> None:
+    def work():
         events = Events()
         cache = Cache(root, events)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -103,7 +99,7 @@ def test_file_size_limit_cuts_a_blob_short(root, key):
 def test_permission_is_taken_away(root, key):
     kept = Key.of("codegen", {"piece": "kept"})
 
-    def work() -> None:
+    def work():
         events = Events()
         cache = Cache(root, events)
         cache.publish("artifact", kept, META, BLOBS)
@@ -171,7 +167,7 @@ def test_c2_triton_11867_stale_network_file_is_a_miss_and_stays(
     read = directory_module.read_file
     stale = [2]
 
-    def read_file(path: Path, limit: int) -> bytes:
+    def read_file(path, limit):
         stale[0] -= 1
         if stale[0] == 0:
             raise OSError(code, os.strerror(code), str(path))
@@ -195,7 +191,7 @@ def test_c2_triton_11867_blob_that_is_not_visible_yet(cache, root, key):
 
 
 def test_c2_triton_11512_clean_up_that_fails_is_no_failure(cache, events, key, monkeypatch):
-    def busy(*args: object, **options: object) -> None:
+    def busy(*args, **options):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     monkeypatch.setattr(os, "rmdir", busy)

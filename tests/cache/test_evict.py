@@ -1,7 +1,5 @@
 """Limits hold: the least recently used entries are removed, and none that is in use."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time
@@ -12,9 +10,7 @@ import pytest
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
-from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
 
 from .conftest import at_each_step, numbered
@@ -23,7 +19,7 @@ KB = 1024
 
 
 @pytest.fixture
-def filled(root: Path, events: Events) -> Cache:
+def filled(root, events):
     """Ten entries of 10 KiB and a shared blob of 10 KiB; entry n was used n hours ago."""
     cache = Cache(root, events)
     for number in range(10):
@@ -35,16 +31,16 @@ def filled(root: Path, events: Events) -> Cache:
     return cache
 
 
-def set_idle(root: Path, number: int, seconds: float) -> None:
+def set_idle(root, number, seconds):
     at = time.time() - seconds
     os.utime(root / entry_name("artifact", numbered(number).digest), (at, at))
 
 
-def left(root: Path) -> list[int]:
+def left(root):
     return [n for n in range(10) if (root / entry_name("artifact", numbered(n).digest)).exists()]
 
 
-def size(root: Path) -> int:
+def size(root):
     return sum(path.stat().st_size for path in (root / BLOB_AREA).rglob("*") if path.is_file())
 
 
@@ -86,7 +82,7 @@ def test_recently_used_entries_stay_whatever_the_limit(filled, root, events):
 def test_blob_of_an_unfinished_publish_stays(root, events):
     """An eviction runs after a writer has placed its blobs and before it places the manifest."""
 
-    def evict_all(step: str) -> None:
+    def evict_all(step):
         if step == "manifest written":
             before = size(root)
             evict(root, Limits(size=0), events)
@@ -113,7 +109,7 @@ def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(filled, root, e
     replace = os.replace
     published = []
 
-    def publish_first(source: Path, target: Path) -> None:
+    def publish_first(source, target):
         if not published and "tmp" in Path(target).parts and BLOB_AREA in Path(source).parts:
             published.append(1)
             name = entry_name("artifact", numbered(0).digest)
@@ -158,7 +154,7 @@ def test_manifest_that_cannot_be_read_now_keeps_its_blobs(filled, root, events, 
     """A temporary read error must not make needed blobs orphans."""
     before = size(root)
 
-    def fail(path: Path) -> Manifest:
+    def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as patch:
@@ -169,7 +165,7 @@ def test_manifest_that_cannot_be_read_now_keeps_its_blobs(filled, root, events, 
 
 
 def test_eviction_that_fails_is_an_event(filled, root, events, monkeypatch):
-    def refuse(path: Path, missing_ok: bool = False) -> None:
+    def refuse(path, missing_ok=False):
         raise PermissionError(1, "Operation not permitted", str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)

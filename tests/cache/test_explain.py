@@ -1,10 +1,8 @@
 """A miss is explained by the nearest entry and the factors that differ."""
 
-from __future__ import annotations
-
 import os
 
-from piecegraph.cache import Cache, Key
+from piecegraph.cache import Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.inspection import nearest_entries
 from piecegraph.cache.keys.key import ABSENT, VARIANT, Difference
@@ -13,7 +11,7 @@ from piecegraph.cache.names import entry_name
 FACTORS = {"torch": "2.13.0", "config": {"level": 2, "passes": ["a"]}, "piece": "12ab"}
 
 
-def publish(cache: Cache, **changes: object) -> Key:
+def publish(cache, **changes):
     key = Key.of("codegen", FACTORS | changes)
     cache.publish("artifact", key, {}, {})
     return key

@@ -1,7 +1,5 @@
 """Keys hold stable plain data: values that vary per run or place are refused."""
 
-from __future__ import annotations
-
 import enum
 import hashlib
 import json
@@ -11,7 +9,6 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -169,7 +166,7 @@ def test_what_is_no_plain_data_is_refused(value):
 
 
 def test_nesting_without_end_is_refused():
-    endless: list[Any] = []
+    endless = []
     endless.append(endless)
     with pytest.raises(InvalidFactor, match="nested"):
         plain("x", endless)

@@ -1,7 +1,5 @@
 """Entries as an OCI image: by the rules of the specification, and read where it is mounted."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -11,15 +9,12 @@ import socket
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Key
 from piecegraph.cache.directory import DirectoryLayer
-from piecegraph.cache.signing import SigningKey, TrustedKeys
+from piecegraph.cache.signing import TrustedKeys
 from piecegraph.errors import EntryUnusable
 from piecegraph.events import Events
 from piecegraph.tools.cache_image import ROOT, export_image
@@ -38,7 +33,7 @@ DIGEST = re.compile("sha256:[a-f0-9]{64}")
 
 
 @pytest.fixture
-def entries(cache: Cache, key: Key) -> list[Entry]:
+def entries(cache, key):
     return [
         cache.publish("artifact", key, META, BLOBS),
         cache.publish("bundle", Key.of("trace", FACTORS), {"n": 1}, {"plan.json": b"{}", **BLOBS}),
@@ -46,17 +41,17 @@ def entries(cache: Cache, key: Key) -> list[Entry]:
 
 
 @pytest.fixture
-def image(entries: list[Entry], tmp_path: Path, signer: SigningKey) -> Path:
+def image(entries, tmp_path, signer):
     write(entries, tmp_path / "image", signer)
     return tmp_path / "image"
 
 
-def write(entries: list[Entry], path: Path, signer: SigningKey | None = None) -> str:
+def write(entries, path, signer=None):
     source = DirectoryLayer(path.parent / "cache")
     return export_image([entry.manifest for entry in entries], source, path, signer)
 
 
-def blob(image: Path, descriptor: dict[str, Any], media_type: str) -> Path:
+def blob(image, descriptor, media_type):
     """The file that a descriptor names; checks what the specification asks of both."""
     assert DIGEST.fullmatch(descriptor["digest"])
     assert descriptor["mediaType"] == f"application/vnd.oci.image.{media_type}"
@@ -67,7 +62,7 @@ def blob(image: Path, descriptor: dict[str, Any], media_type: str) -> Path:
     return path
 
 
-def read(image: Path) -> tuple[dict[str, Any], dict[str, Any], list[Path]]:
+def read(image):
     """Manifest, configuration and layers of an image layout with one image."""
     assert json.loads((image / "oci-layout").read_text()) == {"imageLayoutVersion": "1.0.0"}
     index = json.loads((image / "index.json").read_text())
@@ -88,7 +83,7 @@ def read(image: Path) -> tuple[dict[str, Any], dict[str, Any], list[Path]]:
     return manifest, config, layers
 
 
-def mount(layers: list[Path], at: Path) -> Path:
+def mount(layers, at):
     """What a container runtime mounts."""
     for layer in layers:
         with tarfile.open(layer, "r:") as tar:
@@ -147,7 +142,7 @@ def test_equal_entries_give_equal_images_and_the_same_layers(
     )
 
 
-def files(root: Path) -> dict[str, bytes]:
+def files(root):
     found = (path for path in root.rglob("*") if path.is_file())
     return {str(path.relative_to(root)): path.read_bytes() for path in found}
 
@@ -171,7 +166,7 @@ http: {{addr: {address}}}
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Iterator[str]:
+def registry(tmp_path):
     """The address of a container registry of this machine."""
     for tool in ("skopeo", "umoci", "docker-registry"):
         if shutil.which(tool) is None:
@@ -213,5 +208,5 @@ def test_skopeo_umoci_and_a_registry_take_the_image(entries, root, tmp_path, reg
     assert found.contents == entries[1].contents
 
 
-def output(*command: str) -> str:
+def output(*command):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,7 +1,5 @@
 """Import of an image: hostile files are refused before anything of them is used."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -9,18 +7,16 @@ import pickle
 import random
 import resource
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.cache import Cache, Entry, Key, inspection
+from piecegraph.cache import Cache, Key, inspection
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
-from piecegraph.cache.signing import SigningKey, TrustedKeys, pinned, trust_all
+from piecegraph.cache.signing import TrustedKeys, pinned, trust_all
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
 from piecegraph.tools import cache_import as import_module
@@ -32,7 +28,7 @@ from .conftest import BLOBS, META
 
 
 @pytest.fixture
-def entries(cache: Cache, key: Key) -> list[Entry]:
+def entries(cache, key):
     plan = {"plan.json": b"{}", "code.py": BLOBS["code.py"], "empty": b""}
     return [
         cache.publish("bundle", Key.of("trace", {"model": "decoder"}), {"n": 1}, plan),
@@ -41,21 +37,19 @@ def entries(cache: Cache, key: Key) -> list[Entry]:
 
 
 @pytest.fixture(params=["tar", "directory"])
-def file(
-    request: pytest.FixtureRequest, tmp_path: Path, entries: list[Entry], signer: SigningKey
-) -> Path:
+def file(request, tmp_path, entries, signer):
     path = tmp_path / ("model.tar" if request.param == "tar" else "model")
     export(entries, path, signer)
     return path
 
 
 @pytest.fixture
-def tar(tmp_path: Path, entries: list[Entry], signer: SigningKey) -> Path:
+def tar(tmp_path, entries, signer):
     export(entries, tmp_path / "model.tar", signer)
     return tmp_path / "model.tar"
 
 
-def export(entries: list[Entry], path: Path, signer: SigningKey | None = None) -> None:
+def export(entries, path, signer=None):
     source = DirectoryLayer(path.parent / "cache", trust_all)
     export_image([entry.manifest for entry in entries], source, path, signer)
 
@@ -134,7 +128,7 @@ def test_parser_handles_any_bytes(tmp_path_factory, content):
             import_image(path, trust_all)
 
 
-def member(name: str, content: bytes, size: int | None = None) -> bytes:
+def member(name, content, size=None):
     """A file of a tar; `size` is what its header says."""
     info = tarfile.TarInfo(name)
     info.size = len(content) if size is None else size
@@ -142,13 +136,13 @@ def member(name: str, content: bytes, size: int | None = None) -> bytes:
     return info.tobuf(form) + content + bytes(-len(content) % 512)
 
 
-def blob(content: bytes) -> tuple[dict[str, Any], bytes]:
+def blob(content):
     digest = hashlib.sha256(content).hexdigest()
     described = {"digest": f"sha256:{digest}", "size": len(content)}
     return described, member(f"blobs/sha256/{digest}", content)
 
 
-def image(layers: list[Any], *blobs: bytes) -> bytes:
+def image(layers, *blobs):
     """A tar of an image with these layers."""
     described, manifest = blob(json.dumps({"layers": layers}).encode())
     return member("index.json", json.dumps({"manifests": [described]}).encode()) + b"".join(
@@ -156,7 +150,7 @@ def image(layers: list[Any], *blobs: bytes) -> bytes:
     )
 
 
-def refused(path: Path, content: bytes) -> str:
+def refused(path, content):
     path.write_bytes(content)
     with pytest.raises(BundleRefused) as refusal:
         import_image(path, trust_all)
@@ -237,7 +231,7 @@ def test_file_larger_than_the_limit_is_refused(file, monkeypatch):
 
 def test_pickles_and_archives_are_refused(tmp_path):
     class Payload:
-        def __reduce__(self) -> tuple[object, ...]:
+        def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
 
     for content in (pickle.dumps(Payload()), b"PK\3\4" + bytes(600), b"\x1f\x8b" + bytes(600)):
@@ -270,13 +264,13 @@ def test_imported_names_stay_inside_the_cache(tmp_path, file):
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
 
 
-def peak_bytes(work: Callable[[], None]) -> int:
+def peak_bytes(work):
     """How much more memory a child has at its peak with `work` than without."""
     peaks = []
     for run in (lambda: None, work):
         read, write = os.pipe()
 
-        def measure(run: Callable[[], None] = run, write: int = write) -> None:
+        def measure(run=run, write=write):
             run()
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             os.write(write, str(peak).encode())
@@ -292,7 +286,7 @@ def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path):
     with (tmp_path / "x").open("wb") as file:
         file.truncate(1 << 30)
 
-    def refuse() -> None:
+    def refuse():
         with pytest.raises(BundleRefused, match="no OCI image layout"):
             import_image(tmp_path / "x", trust_all)
 
@@ -307,7 +301,7 @@ def test_export_and_import_hold_one_entry_in_memory(tmp_path, memory_root):
         cache.publish("artifact", Key.of("codegen", {"n": number}), {}, blobs)
     manifests = [manifest for manifest, _ in inspection.manifests(memory_root)]
 
-    def ship() -> None:
+    def ship():
         export_image(manifests, DirectoryLayer(memory_root), tmp_path / "all.tar")
         other = Cache(memory_root.parent / "other", Events())
         for entry in import_image(tmp_path / "all.tar", trust_all):

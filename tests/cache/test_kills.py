@@ -1,15 +1,11 @@
 """Processes are killed at random while they write; the next start removes what they leave."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +28,7 @@ LIMITS = Limits(size=2 << 20, grace=0)
 ENTRIES = 30
 
 
-def contents(number: int) -> dict[str, bytes]:
+def contents(number):
     """Two blobs of which the second is shared with other entries; 100 KiB and 50 KiB."""
     return {"own": bytes([number]) * 100_000, "shared": bytes([number % 3]) * 50_000}
 
@@ -40,15 +36,15 @@ def contents(number: int) -> dict[str, bytes]:
 class Operations:
     """What a killed process may have been doing to the directory `root`."""
 
-    def __init__(self, root: Path, exports: Path) -> None:
+    def __init__(self, root, exports):
         self.root, self.exports = root, exports
 
-    def publish(self) -> None:
+    def publish(self):
         cache = Cache(self.root, Events(), limits=LIMITS)
         for number in random.sample(range(ENTRIES), 3):
             cache.publish("artifact", numbered(number), {}, contents(number))
 
-    def damage(self) -> None:
+    def damage(self):
         """Look up a damaged entry, which is moved to quarantine."""
         cache = Cache(self.root, Events(), limits=LIMITS)
         entry = cache.publish("artifact", numbered(0), {}, contents(0))
@@ -56,30 +52,30 @@ class Operations:
         stored.write_bytes(b"?" * 100_000)
         cache.lookup("artifact", numbered(0))
 
-    def prune(self) -> None:
+    def prune(self):
         evict(self.root, Limits(size=random.choice((0, 1 << 20)), grace=0), Events())
 
-    def export(self) -> None:
+    def export(self):
         source = DirectoryLayer(self.root)
         chosen = [manifest for manifest, _ in manifests(self.root)][:5]
         export_image(chosen, source, self.exports / "all.tar")
 
-    def import_(self) -> None:
+    def import_(self):
         cache = Cache(self.root, Events(), limits=LIMITS)
         for entry in import_image(self.exports / "given.tar", trust_all):
             cache.store(entry)
 
-    def compile(self) -> None:
+    def compile(self):
         with temporary_directory() as directory:
             for number in range(10):
                 (directory / f"{number}.cpp").write_bytes(bytes(50_000))
 
 
-def killed_at_random(work: Callable[[], None], seconds: float, chance: random.Random) -> bool:
+def killed_at_random(work, seconds, chance):
     """Run `work` in a child and kill it; False if it was done by then."""
     seed = chance.random()
 
-    def seeded() -> None:
+    def seeded():
         random.seed(seed)
         work()
 
@@ -89,7 +85,7 @@ def killed_at_random(work: Callable[[], None], seconds: float, chance: random.Ra
     return status(pid) == -signal.SIGKILL
 
 
-def seconds_of(work: Callable[[], None]) -> float:
+def seconds_of(work):
     began = time.perf_counter()
     status(fork(work))
     return time.perf_counter() - began

@@ -1,16 +1,11 @@
 """Shared and remote layers: trusted only if configured, copied before use; failures are misses."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import io
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -28,7 +23,7 @@ from .conftest import BLOBS, META
 
 
 @pytest.fixture
-def image(tmp_path: Path, key: Key) -> Path:
+def image(tmp_path, key):
     """A directory with one entry, as in a container image."""
     directory = tmp_path / "image"
     Cache(directory, Events()).publish("artifact", key, META, BLOBS)
@@ -36,7 +31,7 @@ def image(tmp_path: Path, key: Key) -> Path:
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def url():
     """An empty remote for one test."""
     name = f"memory://{uuid.uuid4().hex}"
     yield name
@@ -75,7 +70,7 @@ def test_shared_directory_is_never_written(root, image, key):
     assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
 
 
-def other_blob(image: Path) -> str:
+def other_blob(image):
     return next(path.name for path in (image / BLOB_AREA).rglob("*") if path.is_file())
 
 
@@ -181,13 +176,13 @@ def test_damaged_remote_is_a_miss_and_a_write_back_repairs_it(url, key, content)
 class Counting:
     """Records the requests to a file system, and can make them fail."""
 
-    def __init__(self, remote: RemoteLayer) -> None:
-        self.verbs: list[str] = []
-        self.failure: Exception | None = None
+    def __init__(self, remote):
+        self.verbs = []
+        self.failure = None
         self._files = remote._files
         remote._files = self
 
-    def __getattr__(self, verb: str) -> Any:
+    def __getattr__(self, verb):
         self.verbs.append(verb)
         if self.failure is not None:
             raise self.failure
@@ -212,7 +207,7 @@ def test_no_more_than_a_blob_is_requested(url, key, monkeypatch):
     requested = []
     cat_file = remote._files.cat_file
 
-    def watch(path: str, start: int, end: int) -> Any:
+    def watch(path, start, end):
         requested.append((start, end))
         return cat_file(path, start=start, end=end)
 
@@ -283,13 +278,13 @@ def test_unknown_protocol_is_a_clear_error():
         RemoteLayer("nosuch://bucket/x", trust_all)
 
 
-def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, list[str]]:
+def hanging(url, **seconds):
     """A remote whose requests wait for the event, and the paths that were requested."""
     remote = RemoteLayer(url, trust_all, seconds=RemoteSeconds(memory=0.0, **seconds))
     released, paths = threading.Event(), []
 
     class Hanging:
-        def cat_file(self, path: str, start: int, end: int) -> bytes:
+        def cat_file(self, path, start, end):
             paths.append(path)
             released.wait()
             raise FileNotFoundError(path)
@@ -322,19 +317,19 @@ class Endless(http.server.BaseHTTPRequestHandler):
 
     sent = 0
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self.send_response(200)
         self.send_header("Content-Length", str(256 << 20))
         self.end_headers()
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.do_HEAD()
         with contextlib.suppress(OSError):
             for _ in range(256):
                 self.wfile.write(bytes(1 << 20))
                 Endless.sent += 1
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         pass
 
 
@@ -353,12 +348,12 @@ def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key):
 
 def test_http_files_are_read_only_as_far_as_needed(key, monkeypatch):
     class Files:
-        def __init__(self) -> None:
-            self.sizes: list[int] = []
+        def __init__(self):
+            self.sizes = []
 
-        def open(self, path: str, mode: str) -> Any:
+        def open(self, path, mode):
             file = io.BytesIO(b"x" * 100)
-            file.read = lambda size: self.sizes.append(size) or b"x"  # type: ignore[method-assign]
+            file.read = lambda size: self.sizes.append(size) or b"x"
             return file
 
     files = Files()

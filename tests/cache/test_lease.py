@@ -1,19 +1,14 @@
 """Leases in a shared layer: of many machines that miss a key, one does the work."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key, lock
+from piecegraph.cache import Cache, Entry, lock
 from piecegraph.cache import lease as leases
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import lock_name
@@ -25,23 +20,23 @@ from .conftest import BLOBS, META
 
 
 @pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_polls(monkeypatch):
     monkeypatch.setattr(leases, "POLL_SECONDS", 0.005)
 
 
 class Machine:
     """A machine with its own directory, and the layer that all of them write to."""
 
-    def __init__(self, directory: Path, name: str, url: str = "") -> None:
+    def __init__(self, directory, name, url=""):
         self.events = Events()
         url = url or f"file://{directory}/bucket"
         self.layer = RemoteLayer(url, trust_all, write_back=True)
         self.cache = Cache(directory / name, self.events, shared=[self.layer])
 
-    def flight(self, key: Key, limit: float = 60.0) -> contextlib.AbstractContextManager[Flight]:
+    def flight(self, key, limit=60.0):
         return self.cache.single_flight("bundle", key, wait_limit=limit, progress_every=0.0)
 
-    def work(self, key: Key, done: list[Flight]) -> None:
+    def work(self, key, done):
         """As a cold start: look up, and do the work if it is not done."""
         with self.flight(key) as flight:
             if not isinstance(self.cache.lookup("bundle", key), Entry):
@@ -50,7 +45,7 @@ class Machine:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+def machines(tmp_path):
     yield [Machine(tmp_path, f"machine {n}") for n in range(6)]
     assert not list((tmp_path / "bucket").glob("locks/*")), "all leases are given back"
 
@@ -66,9 +61,9 @@ def test_one_of_six_machines_does_the_work_on_s3(bucket, tmp_path, key):
     assert machines[0].layer.look(lock_name("bundle", key.digest), 100) is None
 
 
-def one_flight(machines: list[Machine], key: Key) -> bool:
+def one_flight(machines, key):
     """Whether one of machines that start at the same time works, without a wait before."""
-    done: list[Flight] = []
+    done = []
     threads = [threading.Thread(target=each.work, args=(key, done)) for each in machines]
     for thread in threads:
         thread.start()
@@ -90,9 +85,9 @@ def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
     first, second, *_ = machines
     waits = threading.Event()
     second.events.listeners.append(lambda event: event.name == "cache.wait" and waits.set())
-    flights: list[Flight] = []
+    flights = []
 
-    def wait() -> None:
+    def wait():
         assert not isinstance(second.cache.lookup("bundle", key), Entry), "remembered as missing"
         with second.flight(key) as flight:
             flights.append(flight)
@@ -132,10 +127,10 @@ def test_a_wait_has_an_end(machines, key):
 
 
 def test_both_locks_have_one_deadline(machines, key, monkeypatch):
-    limits: list[float] = []
+    limits = []
     flight = leases.Lease.flight
 
-    def record(lease: leases.Lease, limit: float, every: float) -> Any:
+    def record(lease, limit, every):
         limits.append(limit)
         return flight(lease, limit, every)
 
@@ -144,7 +139,7 @@ def test_both_locks_have_one_deadline(machines, key, monkeypatch):
     began = time.monotonic()
     acquire = lock._acquire
 
-    def slow(*args: Any) -> Flight:
+    def slow(*args):
         time.sleep(0.1)
         return acquire(*args)
 
@@ -154,8 +149,8 @@ def test_both_locks_have_one_deadline(machines, key, monkeypatch):
 
 
 @pytest.fixture
-def forbidden(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> Machine:
-    def fail(*args: object, **options: object) -> None:
+def forbidden(machines, monkeypatch):
+    def fail(*args, **options):
         raise PermissionError("Forbidden")
 
     monkeypatch.setattr(machines[0].layer, "_put", fail)
@@ -175,7 +170,7 @@ def test_a_directory_has_one_creator(tmp_path):
     layers = [RemoteLayer(f"file://{tmp_path}/b", trust_all, write_back=True) for _ in range(4)]
     together = threading.Barrier(4)
 
-    def create(layer: RemoteLayer) -> list[bool]:
+    def create(layer):
         return [
             layer.create(f"locks/{number}", b"h") for number in range(100) if together.wait() >= 0
         ]
@@ -188,16 +183,16 @@ def test_a_directory_has_one_creator(tmp_path):
 class Flaky:
     """Fails the requests of a layer whose numbers are in `failing`; counts all by name."""
 
-    def __init__(self, machine: Machine, failing: Collection[int] = ()) -> None:
-        self.asked: list[str] = []
+    def __init__(self, machine, failing=()):
+        self.asked = []
         self.failing = failing
         self._ask = machine.layer._ask
-        machine.layer._ask = self  # type: ignore[method-assign]
+        machine.layer._ask = self
 
-    def __call__(self, name: str, request: Callable[[str], Any], *limit: float) -> Any:
+    def __call__(self, name, request, *limit):
         self.asked.append(name.partition("/")[0])
 
-        def flaky(path: str) -> Any:
+        def flaky(path):
             if len(self.asked) in self.failing:
                 raise OSError("503 Slow Down")
             return request(path)
@@ -205,13 +200,13 @@ class Flaky:
         return self._ask(name, flaky, *limit)
 
 
-def wait_for_first(first: Machine, second: Machine, key: Key) -> Flight:
+def wait_for_first(first, second, key):
     """How the second ends its wait for the work of the first, which it then finds."""
     polls = threading.Semaphore(0)
     second.events.listeners.append(lambda event: event.name == "cache.wait" and polls.release())
-    flights: list[Flight] = []
+    flights = []
 
-    def wait() -> None:
+    def wait():
         assert not isinstance(second.cache.lookup("bundle", key), Entry)
         with second.flight(key) as flight:
             flights.append(flight)
@@ -237,7 +232,7 @@ def test_a_failed_request_does_not_end_a_wait(machines, key):
 
 def test_a_wait_takes_nothing_from_the_time_of_the_start(machines, key):
     first, second, *_ = machines
-    left: list[float] = []
+    left = []
     second.events.listeners.append(
         lambda event: event.name == "cache.wait" and left.append(second.layer._seconds_left)
     )
@@ -249,13 +244,13 @@ def test_a_wait_takes_nothing_from_the_time_of_the_start(machines, key):
 def test_a_poll_reads_and_only_a_free_lease_is_written(machines, key):
     first, second, *_ = machines
     flaky = Flaky(second)
-    written: list[str] = []
+    written = []
     put = second.layer._put
-    second.layer._put = lambda path, write: written.append(path) or put(path, write)  # type: ignore
+    second.layer._put = lambda path, write: written.append(path) or put(path, write)
     second.events.listeners.append(
         lambda event: event.name == "cache.wait" and asked.append(len(flaky.asked))
     )
-    asked: list[int] = []
+    asked = []
     wait_for_first(first, second, key)
     assert {after - before for before, after in itertools.pairwise(asked)} == {2}
     assert not written

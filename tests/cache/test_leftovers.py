@@ -1,13 +1,9 @@
 """Temporary files of killed processes are removed by the next process, those in use are not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
@@ -22,19 +18,19 @@ from .children import die, fork, status
 from .conftest import BLOBS, at_each_step, numbered
 
 
-def die_at(wanted: str) -> Callable[[str], None]:
-    def fault(step: str) -> None:
+def die_at(wanted):
+    def fault(step):
         if step == wanted:
             die()
 
     return fault
 
 
-def kill_in(work: Callable[[], None]) -> None:
+def kill_in(work):
     assert status(fork(work)) == -signal.SIGKILL
 
 
-def publish(root: Path, number: int = 0, step: str = "") -> None:
+def publish(root, number=0, step=""):
     cache = Cache(root, Events())
     with at_each_step(die_at(step)):
         cache.publish("artifact", numbered(number), {}, BLOBS)
@@ -48,7 +44,7 @@ def test_next_start_removes_the_files_of_a_killed_publish(root):
 
 
 def test_files_of_a_running_publish_stay(root):
-    def start_another(step: str) -> None:
+    def start_another(step):
         if step in ("blob written", "manifest written"):
             before = set((root / "tmp").rglob("*"))
             assert status(fork(lambda: evict_all(root))) == 0
@@ -60,7 +56,7 @@ def test_files_of_a_running_publish_stay(root):
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 
 
-def evict_all(root: Path) -> None:
+def evict_all(root):
     Cache(root, Events())
     evict(root, Limits(size=0, leftover=3600), Events())
 
@@ -72,7 +68,7 @@ def test_next_export_removes_the_files_of_a_killed_one(root, tmp_path, monkeypat
     directory = tmp_path / "exports"
     directory.mkdir()
 
-    def export() -> None:
+    def export():
         export_image([manifest], source, directory / "one.tar")
 
     with monkeypatch.context() as patch:
@@ -88,7 +84,7 @@ def test_next_start_removes_the_temporary_directory_of_a_killed_compile(
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def compile_and_die() -> None:
+    def compile_and_die():
         with temporary_directory() as directory:
             (directory / "kernel.cpp").touch()
             die()
@@ -104,8 +100,8 @@ def test_next_start_removes_the_temporary_directory_of_a_killed_compile(
 def test_directory_that_is_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
     make, made = tempfile.mkdtemp, []
 
-    def make_and_remove(**options: object) -> str:
-        made.append(make(**options))  # type: ignore[call-overload]
+    def make_and_remove(**options):
+        made.append(make(**options))
         if len(made) == 1:
             remove_unowned(tmp_path)
         return str(made[-1])
@@ -117,7 +113,7 @@ def test_directory_that_is_removed_before_it_is_locked_is_made_again(tmp_path, m
 
 
 def test_without_locks_only_the_age_decides(root, monkeypatch):
-    def refuse(*args: object) -> None:
+    def refuse(*args):
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(lock_module.fcntl, "flock", refuse)

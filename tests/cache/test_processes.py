@@ -1,7 +1,5 @@
 """Many processes on one directory: readers, writers and evictions at the same time."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -11,8 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -31,12 +27,12 @@ pytestmark = pytest.mark.slow
 PROCESSES = 16
 
 
-def blobs(number: int, writer: int) -> dict[str, bytes]:
+def blobs(number, writer):
     """A blob that names its writer, and one that all writers share."""
     return {"code": b"%d by %d" % (number, writer), "shared": b"%d" % number * 3000}
 
 
-def is_of_one_writer(entry: Entry, number: int) -> bool:
+def is_of_one_writer(entry, number):
     return any(entry.contents == blobs(number, writer) for writer in range(PROCESSES))
 
 
@@ -44,8 +40,8 @@ def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root):
     """A blob of one writer is never found with a blob of another."""
     keys = [numbered(0)] * PROCESSES
 
-    def publish_and_read(writer: int) -> Callable[[], None]:
-        def work() -> None:
+    def publish_and_read(writer):
+        def work():
             cache = Cache(memory_root, Events())
             for _ in range(30):
                 cache.publish("artifact", keys[writer], {}, blobs(0, writer))
@@ -60,8 +56,8 @@ def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root):
 
 
 def test_sixteen_processes_publish_different_keys(memory_root):
-    def publish(writer: int) -> Callable[[], None]:
-        def work() -> None:
+    def publish(writer):
+        def work():
             cache = Cache(memory_root, Events())
             for number in range(10):
                 key = numbered(number * PROCESSES + writer)
@@ -80,7 +76,7 @@ def test_sixteen_processes_publish_different_keys(memory_root):
 def test_sixteen_processes_compile_once(root, tmp_path):
     compiled = tmp_path / "compiled"
 
-    def prepare() -> None:
+    def prepare():
         cache = Cache(root, Events())
         key = numbered(1)
         with cache.single_flight("artifact", key) as flight:
@@ -97,9 +93,9 @@ def test_sixteen_processes_compile_once(root, tmp_path):
 
 
 def test_threads_compile_once(cache):
-    compiled: list[int] = []
+    compiled = []
 
-    def prepare() -> None:
+    def prepare():
         with cache.single_flight("artifact", numbered(1)):
             if not isinstance(cache.lookup("artifact", numbered(1)), Entry):
                 compiled.append(1)
@@ -137,7 +133,7 @@ def test_waiter_goes_on_unlocked_after_its_limit_and_reports_its_waiting(root):
 def test_lock_of_a_dead_holder_is_free_at_once(root, events):
     reports, report = os.pipe()
 
-    def hold() -> None:
+    def hold():
         with Cache(root, Events()).single_flight("artifact", numbered(1)):
             os.write(report, b"x")
             time.sleep(60)
@@ -175,8 +171,8 @@ def test_lock_is_released_when_the_work_fails(cache):
 def test_readers_and_writers_during_eviction(memory_root):
     """With a grace period of zero, blobs are removed while in use: whole entries or misses."""
 
-    def use(writer: int) -> Callable[[], None]:
-        def work() -> None:
+    def use(writer):
+        def work():
             chance = random.Random(writer)
             limits = Limits(size=9_000, grace=0.0)
             cache = Cache(memory_root, Events(), limits=limits)
@@ -200,7 +196,7 @@ def test_blob_re_used_while_it_is_evicted_survives(root, events):
     """An eviction that has not seen the new manifest removes the blob; the writer restores it."""
     Cache(root, events).publish("artifact", numbered(1), {}, {"x": b"shared"})
 
-    def evict_all(step: str) -> None:
+    def evict_all(step):
         if step == "manifest written":
             for path in (root / BLOB_AREA).rglob("*"):
                 if path.is_file():
@@ -221,14 +217,14 @@ def test_killed_waiters_hold_no_lock(root):
         assert flight is Flight.FIRST
 
 
-def kill_while_waiting(root: Path) -> None:
+def kill_while_waiting(root):
     threading.Timer(0.1, die).start()
     with Cache(root, Events()).single_flight("artifact", numbered(1)):
         pass
 
 
 def test_flight_without_file_descriptors_goes_on_unlocked(root):
-    def work() -> None:
+    def work():
         events = Events()
         cache = Cache(root, events)
         for name in [name for name in sys.modules if name.split(".")[0] == "filelock"]:

@@ -1,18 +1,15 @@
 """Signed layers: what an attacker can do to one is refused; keys expire and are revoked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer, private_directory
 from piecegraph.cache.keys.environment import SIGNING_KEY_FILE, TRUSTED_KEYS_FILE
 from piecegraph.cache.manifest import BlobRef, Manifest, decode, encode
@@ -38,7 +35,7 @@ TODAY = datetime.now(UTC).date()
 
 
 @pytest.fixture
-def layer(tmp_path: Path, key: Key, signer: SigningKey) -> Path:
+def layer(tmp_path, key, signer):
     """A directory with two signed entries, as a builder fills it."""
     url = f"file://{tmp_path}/layer"
     cache = Cache(
@@ -49,7 +46,7 @@ def layer(tmp_path: Path, key: Key, signer: SigningKey) -> Path:
     return tmp_path / "layer"
 
 
-def looked_up(layer: Path, key: Key, trusted: TrustedKeys) -> Entry | Miss:
+def looked_up(layer, key, trusted):
     return Cache(None, Events(), shared=[DirectoryLayer(layer, trusted.refuses)]).lookup(
         "artifact", key
     )
@@ -58,55 +55,55 @@ def looked_up(layer: Path, key: Key, trusted: TrustedKeys) -> Entry | Miss:
 Rewrite = Callable[[Manifest, str], "tuple[Manifest, str | None]"]
 
 
-def rewritten(layer: Path, key: Key, change: Rewrite) -> None:
+def rewritten(layer, key, change):
     path = layer / entry_name("artifact", key.digest)
     manifest, signature = decode(path.read_bytes())
     assert signature is not None
     path.write_bytes(encode(*change(manifest, signature)))
 
 
-def evil(manifest: Manifest) -> Manifest:
+def evil(manifest):
     return replace(manifest, blobs={**manifest.blobs, "code.py": BlobRef.of(b"evil")})
 
 
-def changed_blob(layer: Path, key: Key) -> None:
+def changed_blob(layer, key):
     (layer / blob_name(BlobRef.of(BLOBS["code.py"]).sha256)).write_bytes(b"evil")
 
 
-def changed_manifest(layer: Path, key: Key) -> None:
+def changed_manifest(layer, key):
     content = BlobRef.of(b"evil")
     (layer / blob_name(content.sha256)).parent.mkdir(parents=True, exist_ok=True)
     (layer / blob_name(content.sha256)).write_bytes(b"evil")
     rewritten(layer, key, lambda manifest, signature: (evil(manifest), signature))
 
 
-def entry_at_another_key(layer: Path, key: Key) -> None:
+def entry_at_another_key(layer, key):
     shutil.copy(
         layer / entry_name("artifact", OTHER.digest), layer / entry_name("artifact", key.digest)
     )
 
 
-def signature_of_another_entry(layer: Path, key: Key) -> None:
+def signature_of_another_entry(layer, key):
     _, taken = decode((layer / entry_name("artifact", OTHER.digest)).read_bytes())
     rewritten(layer, key, lambda manifest, _: (manifest, taken))
 
 
-def signature_stripped(layer: Path, key: Key) -> None:
+def signature_stripped(layer, key):
     rewritten(layer, key, lambda manifest, _: (manifest, None))
 
 
-def signature_of_zeros(layer: Path, key: Key) -> None:
+def signature_of_zeros(layer, key):
     rewritten(layer, key, lambda manifest, text: (manifest, f"{text[:-128]}{'0' * 128}"))
 
 
-def signed_with_an_unknown_key(layer: Path, key: Key) -> None:
+def signed_with_an_unknown_key(layer, key):
     rewritten(
         layer, key, lambda manifest, _: (evil(manifest), SigningKey.new().sign(evil(manifest)))
     )
 
 
-def unknown_key_under_the_name_of_a_trusted_one(layer: Path, key: Key) -> None:
-    def forge(manifest: Manifest, signature: str) -> tuple[Manifest, str]:
+def unknown_key_under_the_name_of_a_trusted_one(layer, key):
+    def forge(manifest, signature):
         trusted_id = signature.split()[1]
         word, _, *rest = SigningKey.new().sign(manifest).split()
         return manifest, " ".join([word, trusted_id, *rest])
@@ -114,19 +111,19 @@ def unknown_key_under_the_name_of_a_trusted_one(layer: Path, key: Key) -> None:
     rewritten(layer, key, forge)
 
 
-def epoch_raised_without_the_key(layer: Path, key: Key) -> None:
-    def forge(manifest: Manifest, signature: str) -> tuple[Manifest, str]:
+def epoch_raised_without_the_key(layer, key):
+    def forge(manifest, signature):
         word, name, _, value = signature.split()
         return manifest, f"{word} {name} 9 {value}"
 
     rewritten(layer, key, forge)
 
 
-def another_algorithm(layer: Path, key: Key) -> None:
+def another_algorithm(layer, key):
     rewritten(layer, key, lambda manifest, _: (manifest, "hmac-sha256 " + "0" * 64))
 
 
-def own_keys_put_into_the_layer(layer: Path, key: Key) -> None:
+def own_keys_put_into_the_layer(layer, key):
     """No key is ever read from a layer."""
     attacker = SigningKey.new()
     write_keys(attacker, layer / "trusted")

@@ -1,13 +1,10 @@
 """Fingerprints depend on what code does, not on its location or layout."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
 import itertools
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -73,7 +70,7 @@ half = partial(op, eps=1.0)
 SECOND_OUTSIDE = "    except ValueError:\n        pass\n    else:\n        second = HERE\n"
 
 
-def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.ModuleType:
+def module(tmp_path, source=SOURCE, name="model"):
     """The source as a fresh module `name` from a directory of its own."""
     path = tmp_path / str(next(_serial)) / f"{name}.py"
     path.parent.mkdir()
@@ -155,7 +152,7 @@ def test_closures_and_arguments_tell_functions_apart(tmp_path):
 
 
 def test_functions_made_without_a_file_have_fingerprints():
-    scope: dict[str, object] = {"__name__": "generated"}
+    scope = {"__name__": "generated"}
     exec("def f(x): return x + 1\ndef g(x): return x + 2", scope)
     f, g = scope["f"], scope["g"]
     assert callable(f)

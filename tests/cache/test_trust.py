@@ -1,14 +1,12 @@
 """A directory that others can write to is refused, with the command that fixes it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache import Cache, Key, Miss
 from piecegraph.cache.files import check_private
 from piecegraph.cache.signing import pinned, trust_all
 from piecegraph.errors import UntrustedDirectory
@@ -91,7 +89,7 @@ def test_what_the_cache_creates_is_private_under_any_umask(tmp_path):
 
 
 @pytest.fixture
-def entry(cache: Cache, key: Key) -> Entry:
+def entry(cache, key):
     return cache.publish("artifact", key, META, BLOBS)
 
 

@@ -1,9 +1,6 @@
 """`verify` distinguishes corrupt, untrusted and unverifiable, and changes nothing."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -19,13 +16,13 @@ from .conftest import BLOBS, META
 
 
 @pytest.fixture
-def manifest(cache: Cache, root: Path, key: Key) -> Path:
+def manifest(cache, root, key):
     cache.publish("artifact", key, META, BLOBS)
     return root / entry_name("artifact", key.digest)
 
 
 @pytest.fixture
-def blob(cache: Cache, root: Path, key: Key) -> Path:
+def blob(cache, root, key):
     entry = cache.publish("artifact", key, META, BLOBS)
     return root / blob_name(entry.manifest.blobs["code.py"].sha256)
 
@@ -73,7 +70,7 @@ def test_stray_file_is_unverifiable(manifest, root):
 
 
 def test_directory_that_cannot_be_listed_is_unverifiable(manifest, root, monkeypatch):
-    def refuse(path: Path) -> list[str]:
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", refuse)

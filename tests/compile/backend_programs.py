@@ -28,11 +28,11 @@ Program = tuple[Callable[..., Any], list[tuple[Any, ...]]]
 R = torch.randn
 
 
-def rows(*sizes: int, width: int = 8) -> list[tuple[Tensor]]:
+def rows(*sizes, width=8):
     return [(R(size, width),) for size in sizes]
 
 
-def pairs(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+def pairs(*sizes):
     return [(R(size, 8), R(size, 8)) for size in sizes]
 
 
@@ -46,49 +46,49 @@ class Output:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width=8):
         super().__init__()
         self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Counting(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls = 0
         self.register_buffer("sum", torch.zeros(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         self.sum += x.mean(0)
         return x * self.sum + self.calls
 
 
 class Cache(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.keys: list[Tensor] = []
+        self.keys = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.keys.append(x)
         return torch.cat(self.keys).sum(0)
 
 
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return 2 * ctx.saved_tensors[0] * grad
 
 
-def seeded(module: nn.Module) -> nn.Module:
+def seeded(module):
     torch.manual_seed(1)
     for weight in module.parameters():
         if weight.is_floating_point():
@@ -99,23 +99,23 @@ def seeded(module: nn.Module) -> nn.Module:
 # Arithmetic, Python, containers.
 
 
-def dictionary(d: dict[str, Tensor]) -> dict[str, Tensor]:
+def dictionary(d):
     return {key: value * len(d) for key, value in d.items()} | {"sum": d["a"] + d["b"]}
 
 
-def named_tuple(p: Point) -> Point:
+def named_tuple(p):
     return Point(p.x + p.y, p.x - p.y)
 
 
-def data_class(x: Tensor) -> Tensor:
+def data_class(x):
     made = Output(x * 2, [x, x + 1])
     return made.hidden + sum(made.parts)
 
 
-def closure(x: Tensor) -> Tensor:
+def closure(x):
     scale = 3
 
-    def inner(y: Tensor) -> Tensor:
+    def inner(y):
         nonlocal scale
         scale += 1
         return y * scale
@@ -123,28 +123,28 @@ def closure(x: Tensor) -> Tensor:
     return inner(x) + inner(x)
 
 
-def generator(x: Tensor) -> Tensor:
+def generator(x):
     return sum(part * i for i, part in enumerate(x.unbind(1)))
 
 
-def exception(x: Tensor) -> Tensor:
+def exception(x):
     try:
         raise KeyError("k")
     except KeyError:
         return x.cos()
 
 
-def early_return(x: Tensor, flag: bool) -> Tensor:
+def early_return(x, flag):
     if flag:
         return x + 1
     return x - 1
 
 
-def keyword(x: Tensor, *, scale: float = 1.0, **rest: Tensor) -> Tensor:
+def keyword(x, *, scale=1.0, **rest):
     return x * scale + sum(rest.values())
 
 
-def while_loop_in_python(x: Tensor) -> Tensor:
+def while_loop_in_python(x):
     i = 0
     while i < x.size(0) % 3 + 1:
         x = x + i
@@ -152,133 +152,133 @@ def while_loop_in_python(x: Tensor) -> Tensor:
     return x
 
 
-def string_key(x: Tensor, mode: str) -> Tensor:
+def string_key(x, mode):
     return {"sin": torch.sin, "cos": torch.cos}[mode](x)
 
 
-def partial(x: Tensor) -> Tensor:
+def partial(x):
     return functools.reduce(torch.add, map(functools.partial(torch.mul, x), (1, 2, 3)))
 
 
-def sorted_parts(x: Tensor) -> Tensor:
+def sorted_parts(x):
     parts = sorted(x.split(2, dim=1), key=lambda part: part.size(1))
     return torch.cat([*parts, *reversed(parts)], 1)
 
 
-def shape_arithmetic(x: Tensor) -> tuple[Tensor, int, tuple[int, ...]]:
+def shape_arithmetic(x):
     rows = x.shape[0]
     return x.view(rows * 2, -1) * (rows // 2) + math.prod(x.shape), rows + 1, tuple(x.shape)
 
 
-def only_numbers(x: Tensor) -> int:
+def only_numbers(x):
     return x.shape[0] * 2
 
 
-def nothing(x: Tensor) -> None:
+def nothing(x):
     x.sin()
 
 
-def returns_input(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def returns_input(x):
     y = x * 2
     return x, y, y
 
 
-def constants(x: Tensor) -> Tensor:
+def constants(x):
     return x + torch.tensor([1.0] * 8) * torch.arange(8) + torch.zeros(x.size(0), 1)
 
 
-def numpy_function(x: Tensor) -> Tensor:
+def numpy_function(x):
     import numpy as np
 
     return torch.from_numpy(np.sin(x.numpy())) * 2
 
 
-def einsum(x: Tensor, y: Tensor) -> Tensor:
+def einsum(x, y):
     return torch.einsum("bi,bj->bij", x, y).sum(0) @ torch.einsum("bi->i", x)
 
 
-def complex_numbers(x: Tensor) -> Tensor:
+def complex_numbers(x):
     return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * 1j).abs()
 
 
-def fourier(x: Tensor) -> Tensor:
+def fourier(x):
     return torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, dim=1)
 
 
-def integers(x: Tensor) -> Tensor:
+def integers(x):
     i = (x * 10).to(torch.int64)
     return (i // 3) % 5 + (i << 1) + (i & 3)
 
 
-def sort_and_gather(x: Tensor) -> Tensor:
+def sort_and_gather(x):
     values, order = x.sort(dim=1, descending=True, stable=True)
     return values + x.gather(1, order).cumsum(1) + order
 
 
-def where_and_mask(x: Tensor) -> Tensor:
+def where_and_mask(x):
     mask = torch.triu(torch.ones(x.size(0), x.size(0), dtype=torch.bool), 1)
     scores = (x @ x.T).masked_fill(mask, -math.inf)
     return torch.where(mask, 0, scores.softmax(-1)) @ x
 
 
-def embedding_bag(ids: Tensor) -> Tensor:
+def embedding_bag(ids):
     table = torch.arange(80.0).view(10, 8)
     return F.embedding(ids, table).mean(1) + F.one_hot(ids, 10).float().sum((1, 2))[:, None]
 
 
-def quantile(x: Tensor) -> Tensor:
+def quantile(x):
     return torch.quantile(x, torch.tensor([0.1, 0.9]), dim=1) + x.std() + x.median()
 
 
-def linear_algebra(x: Tensor) -> Tensor:
+def linear_algebra(x):
     square = x.T @ x + 8 * torch.eye(8)
     return torch.linalg.solve(square, x.T) + torch.linalg.cholesky(square).sum()
 
 
-def sparse(x: Tensor) -> Tensor:
+def sparse(x):
     return torch.sparse.mm(x.relu().to_sparse(), x.T)
 
 
-def random_numbers(x: Tensor) -> Tensor:
+def random_numbers(x):
     return (torch.rand_like(x) < 2) * x + F.dropout(x, 0.0)
 
 
-def generator_argument(x: Tensor) -> Tensor:
+def generator_argument(x):
     g = torch.Generator().manual_seed(3)
     return x + torch.rand(x.shape, generator=g)
 
 
-def bfloat(x: Tensor) -> Tensor:
+def bfloat(x):
     return (x.bfloat16() * 2).float() + x.half().float() + x.double().sum().float()
 
 
-def list_of_tensors(xs: list[Tensor]) -> list[Tensor]:
+def list_of_tensors(xs):
     xs.append(xs[0] + xs[1])
     return [x.relu() for x in reversed(xs)]
 
 
-def deep_nesting(tree: dict[str, Any]) -> dict[str, Any]:
+def deep_nesting(tree):
     return {"out": (tree["a"][0] + tree["b"]["c"], [tree["a"][1]])}
 
 
-def unused_argument(x: Tensor, y: Tensor) -> Tensor:
+def unused_argument(x, y):
     return x.sin()
 
 
-def same_tensor_twice(x: Tensor, y: Tensor) -> Tensor:
+def same_tensor_twice(x, y):
     return x + y * 2
 
 
-def default_dtype(x: Tensor) -> Tensor:
+def default_dtype(x):
     return x + torch.ones(8, dtype=torch.get_default_dtype())
 
 
-def inference(x: Tensor) -> Tensor:
+def inference(x):
     with torch.inference_mode():
         return x * 2
 
 
-PLAIN: dict[str, Callable[[], Program]] = {
+PLAIN = {
     "add": lambda: (torch.add, pairs(3, 5, 9)),
     "dictionary": lambda: (dictionary, [({"a": R(n), "b": R(n)},) for n in (3, 5)]),
     "named_tuple": lambda: (named_tuple, [(Point(R(n), R(n)),) for n in (3, 5)]),
@@ -330,58 +330,58 @@ PLAIN: dict[str, Callable[[], Program]] = {
 # In place, views, aliases.
 
 
-def in_place(x: Tensor) -> Tensor:
+def in_place(x):
     x.add_(1)
     return x * 2
 
 
-def in_place_view(x: Tensor) -> Tensor:
+def in_place_view(x):
     x[:, 1:3].mul_(2)
     x.t()[0] = 1
     return x.sum(1)
 
 
-def in_place_and_return(x: Tensor) -> tuple[Tensor, Tensor]:
+def in_place_and_return(x):
     x += 1
     return x, x.view(-1)
 
 
-def write_to_other(x: Tensor, y: Tensor) -> None:
+def write_to_other(x, y):
     y.copy_(x.sin())
 
 
-def scatter(x: Tensor) -> Tensor:
+def scatter(x):
     index = torch.arange(x.size(0)) % 3
     sums = torch.zeros(3, 8).index_add_(0, index, x)
     return sums.scatter_reduce(0, index[:, None].expand_as(x), x, "amax")
 
 
-def index_put(x: Tensor) -> Tensor:
+def index_put(x):
     x[torch.arange(x.size(0)), torch.arange(x.size(0)) % 8] = 0.5
     return x[:, [1, 2]] + x[..., None, 3:5].sum(1)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided(x):
     return x.as_strided((x.size(0), 4), (8, 2)) * 2 + x.unfold(1, 4, 4).sum(1)
 
 
-def resize(x: Tensor) -> Tensor:
+def resize(x):
     y = torch.empty(0)
     torch.add(x, 1, out=y.resize_(x.shape))
     return y
 
 
-def out_argument(x: Tensor, out: Tensor) -> Tensor:
+def out_argument(x, out):
     return torch.mul(x, 3, out=out)
 
 
-def detached(x: Tensor) -> Tensor:
+def detached(x):
     y = x.detach()
     y.zero_()
     return x + 1
 
 
-VIEWS: dict[str, Callable[[], Program]] = {
+VIEWS = {
     "in_place": lambda: (in_place, rows(3, 5)),
     "in_place_view": lambda: (in_place_view, rows(3, 5)),
     "in_place_and_return": lambda: (in_place_and_return, rows(3, 5)),
@@ -408,19 +408,19 @@ VIEWS: dict[str, Callable[[], Program]] = {
 # Numbers and sizes that depend on data or change between calls.
 
 
-def item(x: Tensor) -> Tensor:
+def item(x):
     return x * x.sum().item()
 
 
-def item_as_size(x: Tensor) -> Tensor:
+def item_as_size(x):
     return torch.ones(int(x.abs().max().item()) + 1) * 2
 
 
-def branch_on_data(x: Tensor) -> Tensor:
+def branch_on_data(x):
     return x + 1 if x.sum() > 0 else x - 1
 
 
-SCALARS: dict[str, Callable[[], Program]] = {
+SCALARS = {
     "changing_int": lambda: (lambda x, k: x * k, [(R(3), k) for k in (2, 3, 4)]),
     "changing_float": lambda: (lambda x, k: x * k, [(R(3), k) for k in (2.5, 3.5, 4.5)]),
     "changing_topk": lambda: (lambda x, k: x.topk(k).values, [(R(9), k) for k in (2, 3, 4)]),
@@ -460,11 +460,11 @@ SCALARS: dict[str, Callable[[], Program]] = {
 # Several dynamic sizes.
 
 
-def attention(q: Tensor, k: Tensor) -> Tensor:
+def attention(q, k):
     return F.scaled_dot_product_attention(q, k, k, is_causal=q.size(-2) == k.size(-2))
 
 
-SHAPES: dict[str, Callable[[], Program]] = {
+SHAPES = {
     "conv_pixels": lambda: (
         seeded(nn.Conv2d(3, 4, 3)),
         [(R(1, 3, n, m),) for n, m in ((16, 16), (20, 24), (18, 30))],
@@ -522,7 +522,7 @@ SHAPES: dict[str, Callable[[], Program]] = {
 }
 
 
-def marked(x: Tensor) -> Tensor:
+def marked(x):
     torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
     return x
 
@@ -530,13 +530,13 @@ def marked(x: Tensor) -> Tensor:
 # Graph breaks.
 
 
-def printing(x: Tensor) -> Tensor:
+def printing(x):
     y = x.sin()
     torch._dynamo.graph_break()
     return y.cos() + x.size(0)
 
 
-def break_in_loop(x: Tensor) -> Tensor:
+def break_in_loop(x):
     for i in range(3):
         x = x + i
         torch._dynamo.graph_break()
@@ -544,11 +544,11 @@ def break_in_loop(x: Tensor) -> Tensor:
 
 
 @torch.compiler.disable
-def opaque(x: Tensor) -> Tensor:
+def opaque(x):
     return x + 1
 
 
-def try_break(x: Tensor) -> Tensor:
+def try_break(x):
     try:
         if x.sum() > 1e9:
             raise ValueError
@@ -557,11 +557,11 @@ def try_break(x: Tensor) -> Tensor:
         x.add_(1)
 
 
-def numpy_break(x: Tensor) -> Tensor:
+def numpy_break(x):
     return x + float(sum(x.detach().flatten().tolist()))
 
 
-BREAKS: dict[str, Callable[[], Program]] = {
+BREAKS = {
     "graph_break": lambda: (printing, rows(3, 5)),
     "break_in_loop": lambda: (break_in_loop, rows(3, 5)),
     "disabled_function": lambda: (lambda x: opaque(x.sin()) * 2, rows(3, 5)),
@@ -572,7 +572,7 @@ BREAKS: dict[str, Callable[[], Program]] = {
 }
 
 
-def hooked() -> nn.Module:
+def hooked():
     model = seeded(nn.Linear(8, 8))
     model.register_forward_hook(lambda module, args, result: result * 2)
     model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
@@ -582,23 +582,23 @@ def hooked() -> nn.Module:
 # Training.
 
 
-def trained(model: nn.Module, call: Callable[..., Tensor] | None = None) -> Callable[..., Any]:
+def trained(model, call=None):
     """A step of training: loss and gradients."""
 
-    def step(run: Callable[..., Any], *args: Any) -> Any:
+    def step(run, *args):
         loss = (call or (lambda f, *a: f(*a)))(run, *args).square().sum()
         weights = [w for w in model.parameters() if w.requires_grad]
         return loss.detach(), *torch.autograd.grad(loss, weights, allow_unused=True)
 
-    model.step = step  # type: ignore[assignment]
+    model.step = step
     return model
 
 
-def leaf(*shape: int) -> Tensor:
+def leaf(*shape):
     return R(*shape).requires_grad_()
 
 
-TRAINING: dict[str, Callable[[], Program]] = {
+TRAINING = {
     "train_mlp": lambda: (trained(seeded(Block()).train()), rows(3, 5)),
     "train_conv": lambda: (
         trained(seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).train()),
@@ -630,21 +630,21 @@ TRAINING: dict[str, Callable[[], Program]] = {
 }
 
 
-def no_grad_inside(x: Tensor) -> Tensor:
+def no_grad_inside(x):
     with torch.no_grad():
         y = x * 2
     return y + x.sin()
 
 
-def grad_in_graph(x: Tensor) -> Tensor:
+def grad_in_graph(x):
     return x.detach().clone().requires_grad_().sin() + x
 
 
-def optimizer_step() -> Callable[..., Any]:
+def optimizer_step():
     model = seeded(nn.Linear(8, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         optimizer.zero_grad()
         loss = model(x).square().sum()
         loss.backward()
@@ -657,16 +657,16 @@ def optimizer_step() -> Callable[..., Any]:
 # Transforms and higher-order operators.
 
 
-def flex(q: Tensor) -> Tensor:
+def flex(q):
     from torch.nn.attention.flex_attention import flex_attention
 
-    def score(s: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+    def score(s, b, h, q_idx, k_idx):
         return s + (q_idx - k_idx)
 
     return flex_attention(q, q, q, score_mod=score)
 
 
-def flex_mask(q: Tensor) -> Tensor:
+def flex_mask(q):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask = create_block_mask(
@@ -675,18 +675,18 @@ def flex_mask(q: Tensor) -> Tensor:
     return flex_attention(q, q, q, block_mask=mask)
 
 
-def conditional(x: Tensor) -> Tensor:
+def conditional(x):
     return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
 
 
-def nested_regions() -> nn.Module:
+def nested_regions():
     class Region(Block):
         forward = torch.compiler.nested_compile_region(Block.forward)
 
     return nn.Sequential(*(seeded(Region()) for _ in range(3)))
 
 
-TRANSFORMS: dict[str, Callable[[], Program]] = {
+TRANSFORMS = {
     "vmap": lambda: (lambda x: torch.vmap(lambda r: r.sin().sum())(x), rows(3, 5)),
     "vmap_matrix": lambda: (lambda x: torch.vmap(torch.outer)(x, x), rows(3, 5)),
     "jacrev": lambda: (torch.func.jacrev(torch.sin), [(R(3),), (R(5),)]),
@@ -710,14 +710,14 @@ TRANSFORMS: dict[str, Callable[[], Program]] = {
 # Autocast and dtypes.
 
 
-def autocast(x: Tensor, y: Tensor) -> Tensor:
+def autocast(x, y):
     with torch.autocast("cpu", torch.bfloat16):
         z = x @ y.T
         with torch.autocast("cpu", enabled=False):
             return z.float() + (x @ y.T)
 
 
-AUTOCAST: dict[str, Callable[[], Program]] = {
+AUTOCAST = {
     "autocast": lambda: (autocast, pairs(3, 5)),
     "autocast_model": lambda: (
         torch.autocast("cpu", torch.bfloat16)(seeded(Block()).forward),
@@ -742,7 +742,7 @@ AUTOCAST: dict[str, Callable[[], Program]] = {
 # Models with random weights.
 
 
-def transformers_model(name: str, inputs: Callable[[], list[Any]], **settings: Any) -> Program:
+def transformers_model(name, inputs, **settings):
     import transformers
 
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -752,15 +752,15 @@ def transformers_model(name: str, inputs: Callable[[], list[Any]], **settings: A
     ), [(each,) for each in inputs()]
 
 
-def images(*sizes: int, batch: int = 1) -> Callable[[], list[Any]]:
+def images(*sizes, batch=1):
     return lambda: [R(batch + i, 3, n, n) for i, n in enumerate(sizes)]
 
 
-def ids(*sizes: int) -> Callable[[], list[Any]]:
+def ids(*sizes):
     return lambda: [torch.randint(3, 90, (2, n)) for n in sizes]
 
 
-def timm_model(name: str, *sizes: int, **settings: Any) -> Program:
+def timm_model(name, *sizes, **settings):
     import timm
 
     model = seeded(timm.create_model(name, num_classes=4, **settings))
@@ -775,7 +775,7 @@ SMALL = {
 }
 
 
-def unet() -> Program:
+def unet():
     from diffusers import UNet2DConditionModel
 
     model = UNet2DConditionModel(
@@ -791,7 +791,7 @@ def unet() -> Program:
     ]
 
 
-def vae() -> Program:
+def vae():
     from diffusers import AutoencoderKL
 
     model = AutoencoderKL(
@@ -804,7 +804,7 @@ def vae() -> Program:
     ]
 
 
-def dit() -> Program:
+def dit():
     from diffusers import DiTTransformer2DModel
 
     model = DiTTransformer2DModel(
@@ -817,7 +817,7 @@ def dit() -> Program:
     ]
 
 
-def flux() -> Program:
+def flux():
     from diffusers import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
@@ -827,7 +827,7 @@ def flux() -> Program:
     )  # fmt: skip
     model = seeded(model)
 
-    def call(x: Tensor, t: Tensor) -> Tensor:
+    def call(x, t):
         return model(
             hidden_states=x, timestep=t, encoder_hidden_states=torch.ones(1, 6, 32),
             pooled_projections=torch.ones(1, 32), img_ids=torch.zeros(x.size(1), 3),
@@ -837,7 +837,7 @@ def flux() -> Program:
     return call, [(R(1, n, 4), torch.tensor([0.5])) for n in (16, 24)]
 
 
-MODELS: dict[str, Callable[[], Program]] = {
+MODELS = {
     "vit": lambda: transformers_model("ViT", images(32, 32), image_size=32, patch_size=8, **SMALL),
     "clip_vision": lambda: transformers_model(
         "CLIPVision", images(32, 32), image_size=32, patch_size=8, **SMALL
@@ -893,7 +893,7 @@ MODELS: dict[str, Callable[[], Program]] = {
 }  # fmt: skip
 
 
-def t5_encoder() -> Program:
+def t5_encoder():
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=2)
@@ -901,7 +901,7 @@ def t5_encoder() -> Program:
     return lambda x: model(x).last_hidden_state, [(each,) for each in ids(5, 9)()]
 
 
-def whisper_encoder() -> Program:
+def whisper_encoder():
     from transformers import WhisperConfig, WhisperModel
 
     config = WhisperConfig(
@@ -923,7 +923,7 @@ NEEDED = {"timm": ("timm", "torchvision"), "diffusers": ("diffusers",)}
 """Packages that programs need whose names begin so."""
 
 
-def results_of(name: str, compiler: Callable[..., Any]) -> list[Any]:
+def results_of(name, compiler):
     """The results and arguments of all calls of a program, with its function compiled."""
     torch.manual_seed(0)
     function, calls = PROGRAMS[name]()
@@ -937,7 +937,7 @@ def results_of(name: str, compiler: Callable[..., Any]) -> list[Any]:
     return results
 
 
-def copied(value: Any) -> Any:
+def copied(value):
     """A copy of an argument that keeps what is dynamic, and is a leaf again."""
     if isinstance(value, Tensor):
         keeps = value.is_contiguous() and value._base is None
@@ -945,7 +945,7 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def difference(one: Any, other: Any) -> str | None:
+def difference(one, other):
     """How the results of two runs differ; None if they do not."""
     (left, form), (right, other_form) = tree_flatten(one), tree_flatten(other)
     if form != other_form:
@@ -962,7 +962,7 @@ def difference(one: Any, other: Any) -> str | None:
     return None
 
 
-def try_program(name: str, backend: str, options: dict[str, Any]) -> str | None:
+def try_program(name, backend, options):
     """What is wrong with a program under a backend; None if it equals eager."""
     expected = results_of(name, lambda function: function)
     torch.compiler.reset()
@@ -975,7 +975,7 @@ def try_program(name: str, backend: str, options: dict[str, Any]) -> str | None:
     return difference(actual, expected)
 
 
-def main(cache: str, names: list[str]) -> None:
+def main(cache, names):
     import piecegraph as pg
 
     warnings.simplefilter("ignore")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,16 +26,16 @@ class Compiled:
     signature: inspect.Signature
     events: Events
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self._bind = binder(self.compiled.plan, self.signature)
         self._step = self.compiled.link()
         self._pack = packer(self.compiled.plan)
 
     @property
-    def plan(self) -> Any:
+    def plan(self):
         return self.compiled.plan
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         tensors, _ = self._bind(None, *args, **kwargs)
         with torch.no_grad():
             return self._pack(self._step(*tensors), tensors)
@@ -47,18 +45,16 @@ Compile = Callable[..., Compiled]
 
 
 @pytest.fixture(scope="session")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def artifacts(tmp_path_factory):
     """One cache directory for all tests that run Inductor."""
     return tmp_path_factory.mktemp("artifacts")
 
 
 @pytest.fixture
-def compiled(artifacts: Path) -> Iterator[Compile]:
+def compiled(artifacts):
     """`compiled(model, splitting_ops=…, …)`: settings as in `Config`, eager pieces."""
 
-    def compile_(
-        model: torch.nn.Module, *, examples: Any = None, device: str = "cpu", **settings: Any
-    ) -> Compiled:
+    def compile_(model, *, examples=None, device="cpu", **settings):
         chosen = Config(compiler="eager").changed(**settings)
         config, folder = compile_config(chosen), chosen.codegen.dump_dir
         root = None if config.code.compiler == "eager" else artifacts

@@ -18,22 +18,22 @@ from torch.nn import functional as F
 from . import ops as _registers  # noqa: F401
 from .ops import define
 
-ops: Any = torch.ops.piecegraph_test
+ops = torch.ops.piecegraph_test
 ATTENTION = "piecegraph_test::mix"
 X = {"x": "float32[num_tokens, 8]"}
 POSITIONS = {"positions": "int64[num_tokens]"}
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+def _add_rms_norm(x, residual, weight):
     residual.add_(x)
     x.copy_(norm(residual, weight))
 
 
-def _lora(x: Tensor, rows: Tensor, weights: list[Tensor]) -> Tensor:
+def _lora(x, rows, weights):
     return torch.stack([weights[int(i)] @ row for i, row in zip(rows, x, strict=True)])
 
 
-def _experts(x: Tensor, routes: Tensor, up: Tensor, name: str) -> Tensor:
+def _experts(x, routes, up, name):
     out = torch.zeros_like(x)
     for i in range(len(up)):  # as a kernel does: tokens of each expert together
         rows = (routes == i).any(-1).nonzero().flatten()
@@ -41,7 +41,7 @@ def _experts(x: Tensor, routes: Tensor, up: Tensor, name: str) -> Tensor:
     return out
 
 
-def norm(x: Tensor, weight: Tensor) -> Tensor:
+def norm(x, weight):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
@@ -67,29 +67,29 @@ class Int4Weight(Tensor):
     """A weight of two tensors, as quantization libraries wrap them."""
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scale: Tensor) -> Int4Weight:
+    def __new__(cls, packed, scale):
         shape = (packed.shape[0], packed.shape[1] * 2)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype)  # type: ignore[attr-defined, no-any-return]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype)
 
-    def __init__(self, packed: Tensor, scale: Tensor) -> None:
+    def __init__(self, packed, scale):
         self.packed, self.scale = packed, scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self):
         return ["packed", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Int4Weight:
+    def __tensor_unflatten__(inner, context, size, stride):
         return Int4Weight(inner["packed"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return Int4Weight(args[0].packed, args[0].scale)
         plain = [unpack(x.packed, x.scale) if isinstance(x, Int4Weight) else x for x in args]
         return func(*plain, **(kwargs or {}))
 
 
-def unpack(packed: Tensor, scale: Tensor) -> Tensor:
+def unpack(packed, scale):
     low, high = (packed & 15) - 8, (packed >> 4) - 8
     return torch.stack([low, high], -1).flatten(1).to(scale.dtype) * scale
 
@@ -97,7 +97,7 @@ def unpack(packed: Tensor, scale: Tensor) -> Tensor:
 class Engine(nn.Module):
     """Weights from which the forwards take what they need."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(64, 8)
@@ -124,24 +124,24 @@ class Engine(nn.Module):
         self.register_buffer("fp8", torch.randn(8, 8).to(torch.float8_e4m3fn))
         self.requires_grad_(False)
         self.wrapped = nn.Parameter(Int4Weight(self.int4, self.scales), requires_grad=False)
-        self.states: dict[str, Any] = {"bias": torch.randn(8)}
+        self.states = {"bias": torch.randn(8)}
         self.multiplier = 0.22
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, name: str = "layers.0") -> Tensor:
+    def attend(self, q, k, v, name="layers.0"):
         out = torch.empty_like(v)
         ops.mix(q * k + v, out, name)
         return out
 
-    def layer(self, x: Tensor, name: str = "layers.0") -> Tensor:
+    def layer(self, x, name="layers.0"):
         q, k, v = self.qkv(norm(x, self.norm1)).chunk(3, -1)
         x = x + self.o(self.attend(q, k, v, name))
         return x + self.mlp(norm(x, self.norm2))
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def mlp(self, x):
         gate, up = self.up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x, cos, sin):
         one, two = x.chunk(2, -1)
         return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
@@ -155,18 +155,18 @@ class Model:
     refused: type[Exception] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def build(self) -> Any:
+    def build(self):
         return type(self.name, (Engine,), {"forward": self.forward})().eval()
 
 
-MODELS: dict[str, Model] = {}
+MODELS = {}
 
 
-def model(**given: Any) -> Callable[[Callable[..., Any]], None]:
+def model(**given):
     names = ("splits", "refused", "settings")
     rest = {name: given.pop(name) for name in names if name in given}
 
-    def add(forward: Callable[..., Any]) -> None:
+    def add(forward):
         first = {} if given.pop("alone", False) else X
         made = Model(forward.__name__, forward, {**first, **given}, **rest)
         MODELS[forward.__name__] = made

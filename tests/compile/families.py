@@ -3,10 +3,7 @@
 Released configurations are in released.json, and their table in released_table.py.
 """
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import torch
 import transformers
@@ -14,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 LARGEST = 5_000_000
 
-TINY: dict[str, Any] = {
+TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), 64),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
@@ -64,10 +61,10 @@ LAYERS = (
     "decoder_layers",
 )
 _MAMBA2 = {"mamba_d_head": 16, "mamba_n_heads": 4}
-_FEW_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+_FEW_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2}
 _FEW_EXPERTS |= {"topk_group": 1, "n_group": 1}
 _LINEAR = {"linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2}
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "bailing_hybrid": {**_LINEAR, "num_expert_group": 1, "layer_group_size": 2},
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -148,7 +145,7 @@ OWN: dict[str, dict[str, Any]] = {
 """Settings of families for which those of TINY do not fit together."""
 
 
-def tiny_config(family: str) -> Any:
+def tiny_config(family):
     """A configuration of the family with two layers, or one for each type of layer it knows."""
     kind = CONFIG_MAPPING[family]
     default = kind()
@@ -165,7 +162,7 @@ def tiny_config(family: str) -> Any:
     return kind(**{**own, **OWN.get(family, {})})
 
 
-def own_model(family: str, seed: int = 0) -> Any:
+def own_model(family, seed=0):
     """The model with random weights and its own attention."""
     torch.manual_seed(seed)
     config = tiny_config(family)

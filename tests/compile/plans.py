@@ -1,10 +1,5 @@
 """Plans written by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 from piecegraph.compile.ir.plan import (
     CallStep,
     CompiledRange,
@@ -23,7 +18,7 @@ from piecegraph.compile.ir.serialization import Ref, encode
 from . import ops as _registers  # noqa: F401
 
 
-def small_plan(steps: Sequence[PieceStep | CallStep], *results: str) -> Plan:
+def small_plan(steps, *results):
     """A plan with one input, one symbol, one weight and the given steps."""
     return Plan(
         inputs=(
@@ -42,17 +37,11 @@ def small_plan(steps: Sequence[PieceStep | CallStep], *results: str) -> Plan:
     )
 
 
-def piece(*args: str, outs: tuple[str, ...], index: int = 0) -> PieceStep:
+def piece(*args, outs, index=0):
     return PieceStep(piece=index, args=args, outs=outs)
 
 
-def call(
-    op: str,
-    *args: Any,
-    outs: tuple[str | None, ...] = (),
-    unpack: bool = False,
-    **kwargs: Any,
-) -> CallStep:
+def call(op, *args, outs=(), unpack=False, **kwargs):
     return CallStep(
         op=f"piecegraph_test::{op}",
         args=[encode(arg) for arg in args],

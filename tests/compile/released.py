@@ -4,17 +4,14 @@ What a published file leaves at the default of its class is left out here too. W
 used: the table of docs/families.md is about configurations.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
-RELEASED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
+RELEASED = json.loads(Path(__file__).with_suffix(".json").read_text())
 """By the name under which it is published."""
 
 
-def released_model(name: str, dtype: Any) -> Any:
+def released_model(name, dtype):
     """The model class and configuration, without memory for weights."""
     import torch
     import transformers

@@ -25,7 +25,6 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class Copy:
     proof: proof.Requirements
     cache: Path
 
-    def model(self) -> Any:
+    def model(self):
         """With random weights, and buffers as transformers casts them."""
         model = build_calm(self.kind, self.config)
         buffers = (b for name, b in model.named_buffers() if "freq" not in name)
@@ -77,7 +76,7 @@ class Copy:
         settle_rope(model)
         return model
 
-    def prepared(self) -> Any:
+    def prepared(self):
         """The model, the one for steps, and that prepared."""
         own = self.model()
         proof.prove = lambda model: self.proof
@@ -91,7 +90,7 @@ class Copy:
         return own, packed, pg.prepare(packed, config, backend=backend, layers=packed.layers)
 
 
-def cold(name: str, dtype: str, compiler: str, folder: Path) -> dict[str, Any]:
+def cold(name, dtype, compiler, folder):
     """The proof of a published configuration, and one cold start of its copy with its steps."""
     began = time.perf_counter()
     published = released_model(name, getattr(torch, dtype))
@@ -113,7 +112,7 @@ def cold(name: str, dtype: str, compiler: str, folder: Path) -> dict[str, Any]:
     return row
 
 
-def compared(small: Copy) -> dict[str, Any]:
+def compared(small):
     """One start and its steps."""
     own, packed, prepared = small.prepared()
     dtype = small.dtype
@@ -153,15 +152,15 @@ def compared(small: Copy) -> dict[str, Any]:
     }
 
 
-def hit(folder: Path) -> bool:
+def hit(folder):
     """Whether a start is warm."""
-    small: Copy = pickle.loads((folder / "copy").read_bytes())
+    small = pickle.loads((folder / "copy").read_bytes())
     return bool(small.prepared()[2].compiled.from_bundle)
 
 
-def beside(folders: list[Path]) -> list[bool | str]:
+def beside(folders):
     """Whether each start is warm in one process, after those before it."""
-    results: list[bool | str] = []
+    results = []
     for folder in folders:
         try:
             results.append(hit(folder))
@@ -171,13 +170,13 @@ def beside(folders: list[Path]) -> list[bool | str]:
     return results
 
 
-def apart(function: Callable[..., Any], *args: Any) -> Any:
+def apart(function, *args):
     """What `function` returns in a forked process, or a RuntimeError with its error."""
     with tempfile.NamedTemporaryFile() as file:
         pid = os.fork()
         if pid == 0:
             try:
-                answer: tuple[bool, Any] = True, function(*args)
+                answer = True, function(*args)
             except BaseException as error:
                 first = (str(error).strip().splitlines() or [""])[0]
                 answer = False, f"{type(error).__name__}: {first}"[:400]
@@ -191,9 +190,9 @@ def apart(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def row_of(name: str, dtype: str, compiler: str, root: Path) -> dict[str, Any]:
+def row_of(name, dtype, compiler, root):
     """One row of the table."""
-    row: dict[str, Any] = {"name": name, "dtype": dtype, "compiler": compiler}
+    row = {"name": name, "dtype": dtype, "compiler": compiler}
     row["family"] = RELEASED[name]["model_type"]
     folder = root / re.sub(r"\W", "_", f"{name} {dtype} {compiler}")
     shutil.rmtree(folder, ignore_errors=True)
@@ -207,9 +206,9 @@ def row_of(name: str, dtype: str, compiler: str, root: Path) -> dict[str, Any]:
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows):
     """The rows as Markdown: one line for each configuration."""
-    by: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    by = {}
     for row in rows:
         by.setdefault(row["name"], {})[row["dtype"], row["compiler"]] = row
     text = [row for found in by.values() for row in found.values() if row["compiler"] == "text"]
@@ -236,7 +235,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _line(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> str:
+def _line(name, found):
     parts = [found.get((dtype, "text"), {}) for dtype in ("float32", "bfloat16")]
     cells = [
         " ".join(
@@ -264,7 +263,7 @@ def _line(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> str:
     return f"| {name} | {family} | {' | '.join(cells)} | {text} |"
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("names", nargs="*")

@@ -9,20 +9,15 @@ from __future__ import annotations
 import math
 import operator
 import types
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from torch.fx import GraphModule
 
 from piecegraph.cache import Cache, Key
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.ir import registered_compilers as compilers
-from piecegraph.compile.ir.compilation import Blobs, Building, CompileRequest, PieceFn
+from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import BundleUse, Config, compile_config
@@ -33,7 +28,7 @@ from .models import X
 CPU = torch.device("cpu")
 
 
-def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Building:
+def compile_text(graph, inputs, options):
     used = graph.graph.python_code("self").globals
     imports = [
         f"from {value.__module__} import {value.__name__} as {name}\n"
@@ -45,12 +40,12 @@ def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, An
     return lambda: (load_texts([blobs])[0], blobs)
 
 
-def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+def load_texts(artifacts):
     return [_loaded(blobs["code"].decode()) for blobs in artifacts]
 
 
-def _loaded(code: str) -> PieceFn:
-    names: dict[str, Any] = {
+def _loaded(code):
+    names = {
         "torch": torch,
         "operator": operator,
         "math": math,
@@ -68,11 +63,11 @@ TEXT = Compiler("text", compile_text, load_texts, version="1")
 class EntryPoint:
     name = "text"
 
-    def load(self) -> Compiler:
+    def load(self):
         return TEXT
 
 
-def use_text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_text_compiler(monkeypatch):
     """Make `compiler="text"` known, as an installed package would by an entry point."""
     monkeypatch.setattr(compilers, "entry_points", lambda group: [EntryPoint()])
 
@@ -86,23 +81,21 @@ class Start:
     key: Key
 
     @property
-    def hit(self) -> bool:
+    def hit(self):
         return self.compiled.from_bundle
 
     @property
-    def reason(self) -> str:
+    def reason(self):
         """Why there was no bundle to use, from the first event."""
         facts = self.events.named("bundle")[0].facts
         return " ".join(str(facts.get(name, "")) for name in ("reason", "detail"))
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs):
         with torch.no_grad():
             return self.compiled.link()(*inputs)[0]
 
 
-def start(
-    model: torch.nn.Module, root: Path, *, examples: Any = None, exchange: Any = None, **given: Any
-) -> Start:
+def start(model, root, *, examples=None, exchange=None, **given):
     """Start `model` from the cache at `root`, by default with the text compiler and input `x`."""
     inputs = {} if examples is not None else {"inputs": X}
     settings = Config(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})

@@ -3,14 +3,12 @@
 Rank 0 has the whole model too, and compares.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 
@@ -21,7 +19,7 @@ from tests.compile import ops as _registers  # noqa: F401
 class Block(nn.Module):
     """Attention and an MLP whose heads and columns are split over ranks."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank, size):
         super().__init__()
         torch.manual_seed(0)
         whole = [torch.randn(shape) / 4 for shape in ((3, 8, 8), (8, 8), (16, 8), (8, 16))]
@@ -33,10 +31,10 @@ class Block(nn.Module):
         self.down = nn.Parameter(whole[3][:, wide], requires_grad=False)
         self.size = size
 
-    def reduced(self, x: Tensor) -> Tensor:
+    def reduced(self, x):
         return collectives.all_reduce(x, "sum", dist.group.WORLD) if self.size > 1 else x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = F.linear(x, self.qkv).chunk(3, -1)
         out = torch.empty_like(v)
         torch.ops.piecegraph_test.mix(q * k + v, out, "layers.0")
@@ -44,7 +42,7 @@ class Block(nn.Module):
         return x + self.reduced(F.linear(F.silu(F.linear(x, self.up)), self.down))
 
 
-def main() -> None:
+def main():
     folder, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
     config = Config(

@@ -1,9 +1,6 @@
 """Optimization level 3 autotunes the code of compile sizes, and is then part of the keys."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +21,13 @@ INPUTS = {"input": "float32[num_tokens, 4]"}
 def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(level, device, size, tuned):
     config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
     events = Events()
-    split: Any = SimpleNamespace(config=config)
-    job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
+    split = SimpleNamespace(config=config)
+    job = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
     assert ("max_autotune" in compiler_options(split, job, torch.device(device), events)) == tuned
 
 
 def test_what_is_autotuned_has_other_keys():
-    def keys(level: int, *sizes: int) -> tuple[Any, str]:
+    def keys(level, *sizes):
         config = compile_config(Config(level=level, codegen={"sizes": sizes}, inputs=INPUTS))
         key = trace_key(torch.nn.Linear(4, 4), config, CPU)
         return machine_key(config.code, CPU).factors["config"], key.digest

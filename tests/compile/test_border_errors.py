@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -30,23 +29,23 @@ from .models import Body, X, marked_line
 pytestmark = pytest.mark.compile
 
 TWO = {"ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
-OPS: Any = torch.library.Library("border_tests", "DEF")  # type: ignore[no-untyped-call]
+OPS = torch.library.Library("border_tests", "DEF")
 OPS.define("no_fake(Tensor x) -> Tensor")
 OPS.impl("no_fake", torch.clone, "CPU")
 
 
-def place(error: CompileError) -> tuple[str, int]:
+def place(error):
     file, _, line = error.where.partition(" in ")[0].rpartition(":")
     return file, int(line)
 
 
 class TwoInputs(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(10, 4)
         self.place = nn.Embedding(64, 4)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, positions):
         x = self.embed(ids) + self.place(positions)
         for _ in range(x.shape[0]):  # here
             x = x + 1
@@ -146,7 +145,7 @@ def test_logging_is_located_in_the_users_line(compiled):
 
 
 class Opaque:
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden):
         self.hidden = hidden
 
 

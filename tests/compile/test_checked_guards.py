@@ -1,7 +1,5 @@
 """A guard that is checked: each step, each captured size, and what a step does where it fails."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -51,7 +49,7 @@ def prepared():
         each.close()
 
 
-def batch(size: int) -> Batch:
+def batch(size):
     return Batch(num_tokens=size, num_reqs=1)
 
 

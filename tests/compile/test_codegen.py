@@ -1,7 +1,5 @@
 """The stitched function: order, unpacking, keyword arguments, early release of values."""
 
-from __future__ import annotations
-
 import enum
 import math
 import re
@@ -103,8 +101,8 @@ def test_each_use_of_a_piece_and_of_an_op_can_be_wrapped():
 
 
 def test_values_die_right_after_their_last_use():
-    alive: list[list[int]] = []
-    made: list[weakref.ref] = []
+    alive = []
+    made = []
 
     def count(args):
         alive.append([index for index, ref in enumerate(made) if ref() is not None])
@@ -138,7 +136,7 @@ def test_every_intermediate_is_deleted_once_and_never_used_after(data):
         names.extend(outs)
     results = data.draw(st.lists(st.sampled_from(names), max_size=2))
     source, _ = step_source(small_plan(steps, *results))
-    live: set[str] = set()
+    live = set()
     for line in map(str.strip, source.splitlines()):
         found = re.findall(r"\bt\d+", line)
         if line.startswith("del "):

@@ -1,20 +1,13 @@
 """The order in which pieces are compiled: one is generated while another's kernels are built."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from gc import get_freeze_count
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.fx import GraphModule
 
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as compilers
-from piecegraph.compile.ir.compilation import Building, Built
 from piecegraph.errors import PieceFailed
 
 from . import ops as _registers  # noqa: F401
@@ -27,51 +20,51 @@ pytestmark = pytest.mark.compile
 class Recording:
     """A compiler that logs its calls in order and fails at one of them, `broken`."""
 
-    def __init__(self, broken: str = "") -> None:
-        self.log: list[str] = []
-        self.collecting: set[bool] = set()
+    def __init__(self, broken=""):
+        self.log = []
+        self.collecting = set()
         self._broken, self._count = broken, 0
 
-    def load(self) -> Compiler:
+    def load(self):
         return Compiler("recording", self._compile, load_texts, session=self._session, version="1")
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
+    def _session(self):
         self.log.append("open")
         try:
             yield
         finally:
             self.log.append("close")
 
-    def _compile(self, graph: GraphModule, inputs: Any, options: Mapping[str, Any]) -> Building:
+    def _compile(self, graph, inputs, options):
         number, self._count = self._count, self._count + 1
         self._note(f"generate {number}")
         self.collecting.add(gc.isenabled())
         building = compile_text(graph, inputs, options)
 
-        def build() -> Built:
+        def build():
             self._note(f"build {number}")
             return building()
 
         return build
 
-    def _note(self, call: str) -> None:
+    def _note(self, call):
         self.log.append(call)
         if call == self._broken:
             raise OSError("no compiler")
 
 
 @pytest.fixture
-def using(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(compiler: Recording) -> Recording:
-        compiler.name = "recording"  # type: ignore[attr-defined]
+def using(monkeypatch):
+    def use(compiler):
+        compiler.name = "recording"
         monkeypatch.setattr(compilers, "entry_points", lambda group: [compiler])
         return compiler
 
     return use
 
 
-def begin(root: Path) -> Any:
+def begin(root):
     return start(Stack(4), root, splitting_ops=MIX, compiler="recording")
 
 

@@ -1,20 +1,13 @@
 """Compilers of other packages: their version is in both keys, and their blobs have any name."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.fx import GraphModule
 
 from piecegraph.cache import Cache
 from piecegraph.compile.bundle.bundle import put_aside
 from piecegraph.compile.bundle.key_factors import machine_key
 from piecegraph.compile.ir import registered_compilers as compilers
-from piecegraph.compile.ir.compilation import Blobs, Building, Compiler, PieceFn
 from piecegraph.compile.ir.config import CodeConfig
 from piecegraph.errors import CompilerUnversioned
 from piecegraph.events import Events
@@ -28,27 +21,25 @@ pytestmark = pytest.mark.compile
 BLOB = "kernel_source"
 
 
-def compile_elsewhere(
-    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-) -> Building:
+def compile_elsewhere(graph, inputs, options):
     fn, blobs = compile_text(graph, inputs, options)()
     return lambda: (fn, {BLOB: blobs["code"]})
 
 
-def load_elsewhere(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+def load_elsewhere(artifacts):
     return load_texts([{"code": blobs[BLOB]} for blobs in artifacts])
 
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(compiler: Compiler) -> None:
+def install(monkeypatch):
+    def install(compiler):
         point = type("Point", (), {"name": "text", "load": lambda self: compiler})()
         monkeypatch.setattr(compilers, "entry_points", lambda group: [point])
 
     return install
 
 
-def begin(root: Path, depth: int = 4) -> Any:
+def begin(root, depth=4):
     return start(Stack(depth), root, splitting_ops=MIX)
 
 

@@ -1,12 +1,8 @@
 """Context managers around splitting ops: removed, entered again for each section, or refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph.compile.pieces.contexts import check_contexts
 from piecegraph.errors import ContextSplit
@@ -19,12 +15,12 @@ pytestmark = pytest.mark.compile
 class Inside(nn.Module):
     """`make()` is a context manager around attention and what is before and after it."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make):
         super().__init__()
         self.stack = Stack(3)
         self.make = make
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with self.make():
             y = self.stack(x)
         return y * 2 + 1
@@ -32,11 +28,11 @@ class Inside(nn.Module):
 
 class Decorated(Inside):
     @torch.inference_mode()
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.stack(x) * 2
 
 
-def autocast() -> Any:
+def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
@@ -67,11 +63,11 @@ def test_equal_layers_in_autocast_stay_equal_pieces(compiled):
 
 
 def test_splitting_op_runs_under_autocast(compiled):
-    seen: list[bool] = []
-    library: Any = torch.library.Library("context_tests", "DEF")
+    seen = []
+    library = torch.library.Library("context_tests", "DEF")
     library.define("look(Tensor x) -> Tensor")
 
-    def look(x: Tensor) -> Tensor:
+    def look(x):
         seen.append(torch.is_autocast_enabled("cpu"))
         return x.clone()
 
@@ -79,7 +75,7 @@ def test_splitting_op_runs_under_autocast(compiled):
     torch.library.register_fake("context_tests::look", torch.empty_like, lib=library)
 
     class Looks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             with autocast():
                 y = torch.ops.context_tests.look(x * 2) @ x.T
             return torch.ops.context_tests.look(y)

@@ -1,11 +1,8 @@
 """Models as engines write them: equal in PIECEWISE mode with poisoned memory, or refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor
 from piecegraph import Batch, Config, PiecegraphError, ReplayBackend, ReplayOptions, prepare
 
 from . import engine_layers, engine_models  # noqa: F401  they add to MODELS
-from .engine_parts import MODELS, Model
+from .engine_parts import MODELS
 from .models import marked_line
 
 pytestmark = pytest.mark.compile
@@ -35,7 +32,7 @@ QUICK = {
 """One of each kind is in every run."""
 
 
-def prepared(model: Model) -> tuple[Any, Any]:
+def prepared(model):
     used = {"num_image_tokens": (1, 16)} if "num_image_tokens" in str(model.inputs) else {}
     config = Config(
         inputs=model.inputs,
@@ -54,15 +51,15 @@ def prepared(model: Model) -> tuple[Any, Any]:
     return module, prepare(module, config, backend=backend)
 
 
-def arguments(model: Model, tokens: int) -> tuple[dict[str, Any], int]:
+def arguments(model, tokens):
     """Inputs of a step, nested as the forward takes them, and its number of requests."""
     num_reqs = min(tokens, 3)
     sizes = {"num_tokens": tokens, "num_reqs": num_reqs, "num_image_tokens": 1}
-    given: dict[str, Any] = {}
+    given = {}
     for name, spec in model.inputs.items():
         dtype, dims = spec.removesuffix("]").split("[")
         shape = [sizes.get(dim) or int(dim) for dim in dims.split(", ")]
-        value: Tensor = torch.randn(shape)
+        value = torch.randn(shape)
         if dtype == "int64":
             value = torch.arange(value.numel()).view(shape) % 3 if tokens < 3 else (
                 torch.randperm(value.numel()).view(shape) % min(tokens, 3))  # fmt: skip
@@ -76,7 +73,7 @@ def arguments(model: Model, tokens: int) -> tuple[dict[str, Any], int]:
     return given, num_reqs
 
 
-def cases(*, refused: bool) -> list[Any]:
+def cases(*, refused):
     return [
         pytest.param(model, id=name, marks=[] if name in QUICK else pytest.mark.heavy)
         for name, model in MODELS.items()
@@ -98,7 +95,7 @@ def test_model_of_an_engine_equals_its_forward(model):
         assert type(actual) is type(expected)
 
 
-def leaves(result: Any) -> list[Tensor]:
+def leaves(result):
     if isinstance(result, Tensor):
         return [result]
     values = result if isinstance(result, (list, tuple)) else (

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from . import ops as _registers  # noqa: F401
 CONSTANT = torch.arange(4.0)
 
 
-def symbolic_mode() -> FakeTensorMode:
+def symbolic_mode():
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
@@ -40,15 +37,15 @@ def size(mode: FakeTensorMode, name: str, hint: int = 17) -> torch.SymInt:
 class Maker:
     """Builds one small graph; each keyword changes one thing that code generation reads."""
 
-    def __init__(self, **changed: Any) -> None:
+    def __init__(self, **changed):
         self.changed = changed
         self.names = changed.pop("names", ("x", "w", "s"))
         self.mode = symbolic_mode()
 
-    def get(self, name: str, default: Any) -> Any:
+    def get(self, name, default):
         return self.changed.get(name, default)
 
-    def build(self) -> tuple[Graph, torch.nn.Module]:
+    def build(self):
         graph, root = Graph(), torch.nn.Module()
         root.constant = self.get("constant", CONSTANT)
         x, w, s = (graph.placeholder(name) for name in self.names)
@@ -84,7 +81,7 @@ class Maker:
         return graph, root
 
 
-def digest(**changed: Any) -> str:
+def digest(**changed):
     return fingerprint(*Maker(**changed).build())
 
 
@@ -104,7 +101,7 @@ def test_locations_do_not_matter():
     assert fingerprint(graph, root) == digest()
 
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "dtype": {"dtype": torch.float64},
     "device": {"device": "meta"},
     "width": {"width": 5},
@@ -153,7 +150,7 @@ def test_no_two_of_the_changes_are_taken_for_each_other():
 
 @given(st.sets(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3), st.randoms())
 def test_combinations_differ_from_the_original_and_not_from_themselves(chosen, random):
-    changed: dict[str, Any] = {}
+    changed = {}
     for name in sorted(chosen):
         changed |= CHANGES[name]
     names = [f"n{random.randrange(10**6)}_{i}" for i in range(3)]
@@ -161,7 +158,7 @@ def test_combinations_differ_from_the_original_and_not_from_themselves(chosen, r
     assert digest(**changed) == digest(**changed, names=names)
 
 
-def two_sizes(second: Callable[[Any, Any], Any]) -> str:
+def two_sizes(second):
     graph, mode = Graph(), symbolic_mode()
     with mode:
         a, b = size(mode, "a", 17), size(mode, "b", 19)
@@ -177,7 +174,7 @@ def test_equal_sizes_are_not_taken_for_independent_ones():
     assert two_sizes(lambda a, b: a + b) != two_sizes(lambda a, b: b)
 
 
-def op_text(op: Any) -> str:
+def op_text(op):
     graph = Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(op, (x,)),))
@@ -192,10 +189,10 @@ lib.impl("f", lambda x: x + {number}, "CompositeExplicitAutograd")
 """
 
 
-def registered(path: Path, number: int = 1, mark: str = "") -> str:
+def registered(path, number=1, mark=""):
     """Canonical text of a call of an op that a file of its own registers."""
     path.write_text(REGISTER.format(namespace="pg_ops", number=number, mark=mark))
-    scope: dict[str, Any] = {}
+    scope = {}
     exec(compile(path.read_text(), str(path), "exec"), scope)
     text = op_text(torch.ops.pg_ops.f)
     scope["lib"]._destroy()
@@ -210,7 +207,7 @@ def test_op_of_a_library_is_known_by_schema_and_by_the_file_that_registers_it(tm
 
 
 def test_custom_op_is_known_by_the_source_of_its_function():
-    def made(function: Any) -> str:
+    def made(function):
         op = torch.library.custom_op("pg_custom::f", function, mutates_args=())
         op.register_fake(torch.empty_like)
         return op_text(torch.ops.pg_custom.f)
@@ -226,7 +223,7 @@ def test_custom_op_is_known_by_the_source_of_its_function():
 
 
 def test_nested_graphs_are_part_of_the_content():
-    def nested(function: Any) -> str:
+    def nested(function):
         inner = Graph()
         inner.output(inner.call_function(function, (inner.placeholder("x"),)))
         root = torch.nn.Module()

@@ -1,7 +1,5 @@
 """Readers of what a custom op mutates are moved before it where that saves a copy."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
-from torch.fx import Graph, Node
 
 from piecegraph.compile.passes import functionalization
 
@@ -23,14 +20,14 @@ aten = torch.ops.aten
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
 
 
-def functional(function, x) -> torch.fx.GraphModule:
+def functional(function, x):
     """The graph with mutating ops made functional, as Inductor's passes see it."""
     dims = {0: torch.export.Dim("num_tokens", min=2, max=1024)}
     program = torch.export.export(Function(function), (x,), dynamic_shapes={"x": dims})
     return program.run_decompositions({}).graph_module
 
 
-def sink(graph: Graph) -> None:
+def sink(graph):
     """Move every aten operator to just before its first user, as Inductor does for locality."""
     for node in reversed(list(graph.nodes)):
         if isinstance(node.target, torch._ops.OpOverload) and node.users:
@@ -38,17 +35,17 @@ def sink(graph: Graph) -> None:
             min(node.users, key=order.__getitem__).prepend(node)
 
 
-def late_readers(graph: Graph) -> int:
+def late_readers(graph):
     """Mutated tensors that Inductor copies since they, or their views, are read after the op."""
     nodes = list(graph.nodes)
     return sum(_late(nodes, op, base) for op in nodes for base in _bases(op))
 
 
-def _bases(node: Node) -> list[Node]:
+def _bases(node):
     return node.kwargs["_all_bases"] if node.target is MUTATES else []
 
 
-def _late(nodes: list[Node], op: Node, base: Node) -> bool:
+def _late(nodes, op, base):
     memory = base.meta["val"].untyped_storage()._cdata
     values = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     old = {node for node in values if node.meta["val"].untyped_storage()._cdata == memory}
@@ -177,7 +174,7 @@ VIEWS = [
 ]
 
 
-def random_function(seed: int):
+def random_function(seed):
     """Values made from views of each other, some of which ops change in place in between."""
     choose = random.Random(seed)
     steps = [

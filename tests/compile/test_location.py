@@ -1,7 +1,5 @@
 """The user's line of a fault, and the first line of its message."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -42,7 +40,7 @@ def test_first_line_of_an_error(error, said):
 
 
 def test_node_that_fails_without_a_word_is_a_difference():
-    def fail() -> None:
+    def fail():
         raise AssertionError
 
     graph = Graph()

@@ -322,7 +322,7 @@ class Arguments(nn.Module):
         torch.manual_seed(0)
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x, mask=None, *, scale: Tensor | None = None, factor=2.0, mode="plain"):
+    def forward(self, x, mask=None, *, scale=None, factor=2.0, mode="plain"):
         y = self.linear(x) * factor
         if mask is not None:
             y = y * mask

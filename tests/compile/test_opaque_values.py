@@ -1,10 +1,6 @@
 """Values of opaque types, such as names of layers, are arguments of splitting calls."""
 
-from __future__ import annotations
-
 import enum
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +16,7 @@ pytestmark = pytest.mark.compile
 
 opaque = pytest.importorskip("torch._library.opaque_object")
 opaque_base = pytest.importorskip("torch._opaque_base")
-CALLS: list[Any] = []
+CALLS = []
 
 
 class Kind(enum.Enum):
@@ -30,16 +26,16 @@ class Kind(enum.Enum):
 class Name(metaclass=opaque_base.OpaqueBaseMeta):  # torch 2.11 asks for it
     """The name of a layer, which Dynamo makes an input of the graph."""
 
-    def __init__(self, name: str, kind: Kind = Kind.FULL, parents: tuple[Any, ...] = ()) -> None:
+    def __init__(self, name, kind=Kind.FULL, parents=()):
         self.name, self.kind, self.parents = name, kind, parents
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Name) and vars(self) == vars(other)
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.name)
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self):
         parents = "".join(f"{each.__fx_repr__()[0]}, " for each in self.parents)
         text = f"Name({self.name!r}, kind=Kind.{self.kind.name}, parents=({parents}))"
         return text, {"Name": Name, "Kind": Kind}
@@ -48,7 +44,7 @@ class Name(metaclass=opaque_base.OpaqueBaseMeta):  # torch 2.11 asks for it
 class Lost(Name):
     """Its representation leads to another value."""
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self):
         return "Name('other')", {"Name": Name}
 
 
@@ -56,14 +52,14 @@ opaque.register_opaque_type(Name, typ="value", hoist=True)
 TYPE = opaque.get_opaque_type_name(Name)
 
 
-def mix(x: torch.Tensor, out: torch.Tensor, name: Name) -> None:
+def mix(x, out, name):
     CALLS.append(name)
     out.copy_(x.flip(0) * 2)
 
 
 @pytest.fixture(scope="module")
-def op() -> Iterator[str]:
-    library: Any = torch.library.Library("opaque_tests", "DEF")
+def op():
+    library = torch.library.Library("opaque_tests", "DEF")
     library.define(f"mix(Tensor x, Tensor(a!) out, {TYPE} name) -> ()")
     library.impl("mix", mix, "CPU")
     torch.library.register_fake("opaque_tests::mix", lambda *args: None, lib=library)
@@ -72,7 +68,7 @@ def op() -> Iterator[str]:
 
 
 class Layer(nn.Module):
-    def __init__(self, index: int, made_in_forward: bool) -> None:
+    def __init__(self, index, made_in_forward):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8))
         self.text, self.made_in_forward = f"layers.{index}", made_in_forward
@@ -86,7 +82,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, made_in_forward: bool = False) -> None:
+    def __init__(self, made_in_forward=False):
         super().__init__()
         self.layers = nn.ModuleList(Layer(i, made_in_forward) for i in range(4))
 

@@ -1,12 +1,7 @@
 """Whole graphs whose code Inductor partitions: what it gives, and what is refused."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting, NotPartitioned
@@ -21,8 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
 ]
 
-ops: Any = torch.ops.piecegraph_test
-WHOLE: dict[str, Any] = {
+ops = torch.ops.piecegraph_test
+WHOLE = {
     "inputs": X,
     "splitting_ops": ("piecegraph_test::*",),
     "compiler": "inductor",
@@ -31,11 +26,11 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def partitions(step: Any, *args: Any) -> int:
+def partitions(step, *args):
     """How many partitions a call runs."""
-    calls: list[Any] = []
+    calls = []
 
-    def hook(partition: Any) -> Any:
+    def hook(partition):
         return lambda args: calls.append(partition) or partition(args)
 
     with partitions_through(hook):
@@ -66,7 +61,7 @@ def test_code_that_is_not_stored_is_partitioned_too(compiled, tmp_path, way):
 def test_an_op_that_elementwise_work_follows_is_beside_the_next(compiled):
     """Inductor defers what the second op reads to that op."""
 
-    def body(x: Tensor) -> Any:
+    def body(x):
         first = ops.fresh(x.cos(), "a")
         return ops.fresh(x[:, :4].sin(), "b"), ops.fresh(first.cos(), "c")
 
@@ -75,16 +70,16 @@ def test_an_op_that_elementwise_work_follows_is_beside_the_next(compiled):
     assert partitions(made, x) == 2
 
 
-def parts_of_one_tensor(x: Tensor) -> Tensor:
+def parts_of_one_tensor(x):
     first = x.softmax(1)
     return torch.cat([first, ops.fresh(first, "a").softmax(1)], 1)
 
 
-def parts_before_an_op(x: Tensor) -> Tensor:
+def parts_before_an_op(x):
     first = x.softmax(1)
     second = ops.fresh(first, "a").softmax(1)
     third = ops.fresh(second, "b").softmax(1)
-    return ops.fresh(torch.cat([first, second, third], 1), "c") * 2  # type: ignore[no-any-return]
+    return ops.fresh(torch.cat([first, second, third], 1), "c") * 2
 
 
 @pytest.mark.parametrize("body", [parts_of_one_tensor, parts_before_an_op])
@@ -95,21 +90,21 @@ def test_parts_of_a_tensor_that_partitions_compute_are_not_lost(compiled, body):
         torch.testing.assert_close(made(x), body(x))
 
 
-def out_of_use(x: Tensor) -> Tensor:
+def out_of_use(x):
     ops.fresh(x, "unused")
-    return ops.fresh(x, "used") * 2  # type: ignore[no-any-return]
+    return ops.fresh(x, "used") * 2
 
 
-def under_autocast(x: Tensor) -> Tensor:
+def under_autocast(x):
     with torch.autocast("cpu", torch.bfloat16):
-        return ops.fresh(x @ x.T, "a").float()  # type: ignore[no-any-return]
+        return ops.fresh(x @ x.T, "a").float()
 
 
-def lowered(x: Tensor) -> Tensor:
-    return torch.ops.aten.sin(x * 2) + 1  # type: ignore[no-any-return]
+def lowered(x):
+    return torch.ops.aten.sin(x * 2) + 1
 
 
-def first_of_two(node: Any) -> bool:
+def first_of_two(node):
     return "a" in node.args
 
 
@@ -134,11 +129,11 @@ def test_another_order_of_calls_is_refused(compiled, monkeypatch):
 
     original = Scheduler.compute_last_usage
 
-    def reordered(scheduler: Any) -> None:
+    def reordered(scheduler):
         scheduler.nodes.reverse()
         original(scheduler)
 
-    def two_calls(x: Tensor) -> Any:
+    def two_calls(x):
         return ops.fresh(x, "a"), ops.fresh(x, "b")
 
     monkeypatch.setattr(Scheduler, "compute_last_usage", reordered)
@@ -160,7 +155,7 @@ def test_only_inductors_python_code_is_partitioned(settings):
 def test_an_op_that_is_called_is_in_the_digest_by_its_interface(monkeypatch):
     from piecegraph.compile.conditions import kinds
 
-    def digest(**settings: Any) -> str:
+    def digest(**settings):
         config = compile_config(Config().changed(**{**WHOLE, **settings}))
         ((piece, *_),) = debug_pieces(Stack(1), config, torch.device("cpu"))
         return piece.digest

@@ -1,14 +1,12 @@
 """Passes: what each rewrites, unchanged results, and how passes are chosen and keyed."""
 
-from __future__ import annotations
-
 import operator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -26,7 +24,7 @@ prims = torch.ops.prims
 CPU = torch.device("cpu")
 
 
-def lowered(function, *inputs) -> torch.fx.GraphModule:
+def lowered(function, *inputs):
     """The graph that a post-grad pass sees, by Inductor's own decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
@@ -35,11 +33,11 @@ def lowered(function, *inputs) -> torch.fx.GraphModule:
     )
 
 
-def targets(graph: torch.fx.GraphModule) -> list[object]:
+def targets(graph):
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
 
 
-def rewritten(module, function, *inputs) -> tuple[int, torch.fx.GraphModule]:
+def rewritten(module, function, *inputs):
     """Apply a pass, and check that the graph still computes what `function` does."""
     graph = lowered(function, *inputs)
     rewrites = module.apply(graph.graph)
@@ -121,7 +119,7 @@ def engine_pass(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def double_adds(graph: Graph) -> int:
+def double_adds(graph):
     """A user's pass that is plain to see: x + y becomes (x + y) * 2."""
     nodes = graph.find_nodes(op="call_function", target=aten.add.Tensor)
     for node in nodes:
@@ -131,19 +129,19 @@ def double_adds(graph: Graph) -> int:
     return len(nodes)
 
 
-def triple_adds(graph: Graph) -> int:
+def triple_adds(graph):
     return 3 * double_adds(graph)
 
 
-def is_relu(node: Node) -> bool:
+def is_relu(node):
     return node.target is aten.relu.default
 
 
-def passes_of(passes=None, **settings) -> tuple[GraphPass, ...]:
+def passes_of(passes=None, **settings):
     return compile_config(Config(codegen={"passes": passes or {}}, **settings)).passes
 
 
-def names(passes) -> list[str]:
+def names(passes):
     return [each.name for each in passes]
 
 
@@ -198,10 +196,10 @@ class Stating:
 
     stated = "3"
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph):
         pass
 
-    def uuid(self) -> str:
+    def uuid(self):
         return self.stated
 
 
@@ -237,7 +235,7 @@ class Opaque(nn.Module):
         return torch.ops.engine_ir.double(torch.ops.engine_ir.double(x) + 1)
 
 
-def lower(graph: Graph) -> int:
+def lower(graph):
     nodes = graph.find_nodes(op="call_function", target=torch.ops.engine_ir.double.default)
     for node in nodes:
         node.target, node.args = aten.mul.Tensor, (*node.args, 2)

@@ -1,7 +1,5 @@
 """Proofs of guards, against trying every size by substitution."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -46,7 +44,7 @@ GUARDS = st.one_of(
 RANGES = st.tuples(st.integers(1, 4), st.integers(0, 12)).map(lambda r: (r[0], r[0] + r[1]))
 
 
-def failures(guard, ranges) -> list[dict[str, int]]:
+def failures(guard, ranges):
     """Every combination of sizes for which the guard is false."""
     spans = [range(low, high + 1) for low, high in ranges.values()]
     points = [dict(zip(ranges, point, strict=True)) for point in itertools.product(*spans)]

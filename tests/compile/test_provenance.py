@@ -1,16 +1,10 @@
 """A changed value is a miss if the trace relied on it, and only then."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +67,7 @@ class Served(torch.nn.Module):
 class Checkout:
     """The two modules above in a directory of their own, imported from there."""
 
-    def __init__(self, folder: Path, helpers: str = HELPERS, model: str = MODEL) -> None:
+    def __init__(self, folder, helpers=HELPERS, model=MODEL):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "served_helpers.py").write_text(helpers)
         (folder / "served_model.py").write_text(model)
@@ -85,15 +79,15 @@ class Checkout:
             self.model_module = importlib.import_module("served_model")
         finally:
             sys.path.remove(str(folder))
-        self.helpers: ModuleType = sys.modules["served_helpers"]
+        self.helpers = sys.modules["served_helpers"]
 
-    def model(self) -> Any:
+    def model(self):
         torch.manual_seed(0)
         return self.model_module.Served()
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkout]:
+def checkout(tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     # Python takes .pyc files by size and second of the source: an edit within one would not be read
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -104,12 +98,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checko
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundles(tmp_path_factory):
     """One cache directory for all tests: what they change must not depend on the place."""
     return tmp_path_factory.mktemp("bundles")
 
 
-def trace_key_of(model: torch.nn.Module) -> Any:
+def trace_key_of(model):
     from piecegraph.compile.bundle.key_factors import trace_key
     from piecegraph.config import Config, compile_config
 
@@ -153,12 +147,12 @@ def test_examples_of_another_form_are_a_miss(checkout, bundles):
     assert sized.hit, sized.reason
 
 
-def inputs_of(dtype: str) -> dict[str, str]:
+def inputs_of(dtype):
     return {"x": f"{dtype}[num_tokens, 8]"}
 
 
 class Switched(torch.nn.Module):
-    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
+    def forward(self, x, double=False):
         return x * 2 if double else x + 0
 
 
@@ -183,11 +177,11 @@ def test_changed_inductor_setting_is_a_miss_and_a_cold_start_changes_none(checko
     assert "torch._inductor.config.cpp.simdlen" in after.reason
 
 
-def set_precision(value: str) -> None:
+def set_precision(value):
     torch.backends.mkldnn.matmul.fp32_precision = value
 
 
-SWITCHES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+SWITCHES = {
     "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
     "default device": (torch.set_default_device, "meta", None),
     "precision": (torch.set_float32_matmul_precision, "medium", "highest"),
@@ -222,12 +216,12 @@ def test_autocast_is_a_factor(checkout):
 
 
 class Fused(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.ops.piecegraph_provenance.fused(x)[:, :4] * 2
 
 
-def _define_fused(width: int, gain: float) -> Any:
-    library: Any = torch.library.Library("piecegraph_provenance", "DEF")
+def _define_fused(width, gain):
+    library = torch.library.Library("piecegraph_provenance", "DEF")
     library.define("fused(Tensor x) -> Tensor")
     library.impl("fused", lambda x: x[:, :width] * gain, "CompositeExplicitAutograd")
     torch.library.register_fake(
@@ -276,7 +270,7 @@ print(trace_key(model, config, torch.device("cpu")).digest)
 def test_two_hash_seeds_give_one_key(checkout, tmp_path):
     program = HASHED.format(folder=str(tmp_path / "checkout"))
 
-    def key(seed: str) -> str:
+    def key(seed):
         environ = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
             [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True

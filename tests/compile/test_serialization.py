@@ -64,7 +64,7 @@ VALUES = st.recursive(
 )
 
 
-def same(one, other) -> bool:
+def same(one, other):
     """Equality that distinguishes 1 from True and 1.0, a Ref from a string, and 0.0 from -0.0."""
     if type(one) is not type(other):
         return False

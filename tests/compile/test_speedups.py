@@ -1,9 +1,6 @@
 """Everything but the time is the same with PIECEGRAPH_OFF=faster."""
 
-from __future__ import annotations
-
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ X = torch.randn(3, 8)
 
 
 @pytest.fixture(autouse=True)
-def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def text_compiler(monkeypatch):
     use_text_compiler(monkeypatch)
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
 
@@ -27,7 +24,7 @@ def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_turns_them_off(parts, monkeypatch):
     from torch._inductor import codecache
 
-    def is_replaced() -> bool:
+    def is_replaced():
         before = codecache.torch_key
         with generating_code():
             return codecache.torch_key is not before
@@ -56,7 +53,7 @@ def test_a_bundle_traced_with_them_is_not_used_but_its_code_is(tmp_path, monkeyp
 def test_a_failing_trace_with_copies_is_a_warning(tmp_path, monkeypatch, caplog):
     from piecegraph.torch_compat.faster.equal_layers import trace_with_copies as entry
 
-    def fail(*args: Any) -> entry.TraceWithCopies:
+    def fail(*args):
         return entry.TraceWithCopies(capture_full_graph(*args), 0, {}, {"Stack": "KeyError: 'x'"})
 
     monkeypatch.setattr(entry, "trace_with_copies", fail)

@@ -1,7 +1,5 @@
 """Splitting at ops: by name, pattern and predicate, and at every difficult place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -35,7 +33,7 @@ def cut(compiled):
     return cut_
 
 
-def kinds(plan) -> str:
+def kinds(plan):
     return "".join("p" if isinstance(step, PieceStep) else "c" for step in plan.steps)
 
 

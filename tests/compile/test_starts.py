@@ -1,14 +1,9 @@
 """Many starts on one cache: replicas, ranks, required bundles, caches that fail."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +20,7 @@ from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 
 from .models import X
-from .starts import CPU, Start, start, use_text_compiler
+from .starts import CPU, start, use_text_compiler
 
 pytestmark = [
     pytest.mark.compile,
@@ -37,17 +32,17 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Tiny(torch.nn.Module):
-    def __init__(self, gain: float = 2.0) -> None:
+    def __init__(self, gain=2.0):
         super().__init__()
         self.gain = gain
         self.register_buffer("shift", torch.ones(8))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.sin(x) * self.gain + self.shift
 
 
 @pytest.fixture(autouse=True)
-def text_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def text_compiler(monkeypatch):
     use_text_compiler(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -55,19 +50,19 @@ def text_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def is_right(made: Start, model: torch.nn.Module) -> bool:
+def is_right(made, model):
     x = torch.randn(5, 8)
     return bool(torch.allclose(made(x), model(x)))
 
 
-def _replica(root: Path, gain: float, told: Any) -> None:
+def _replica(root, gain, told):
     torch.set_num_threads(1)
     model = Tiny(gain)
     made = start(model, root)
     told.put((made.hit, made.events.counters["text_compiles"], is_right(made, model)))
 
 
-def replicas(root: Path, gains: list[float]) -> list[tuple[bool, int, bool]]:
+def replicas(root, gains):
     """The outcome of each process; all are started at the same time."""
     told = FORK.Queue()
     processes = [FORK.Process(target=_replica, args=(root, gain, told)) for gain in gains]
@@ -125,7 +120,7 @@ def test_what_another_process_stored_after_the_look_up_is_loaded(tmp_path, befor
     assert compile_missing(missing).from_bundle
 
 
-def others(*facts: dict[str, Any]) -> Callable[[str, Any], list[dict[str, Any]]]:
+def others(*facts):
     """An exchange with ranks that state what this one states, but for `facts`."""
     return lambda topic, own: [dict(own), *({**own, **fact} for fact in facts)]
 
@@ -150,7 +145,7 @@ def test_c3_sglang_40320_ranks_with_other_keys_may_have_other_plans(tmp_path):
     assert "another plan under the same key" in str(made.events.named("bundle")[-1].facts)
 
 
-DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
+DAMAGES = {
     "flip": lambda content, draw: content.__setitem__(
         (at := draw.randrange(len(content))), content[at] ^ (1 << draw.randrange(8))
     ),
@@ -192,7 +187,7 @@ def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage, tmp_path)
     assert is_right(made, Tiny())
 
 
-def _contents(root: Path, made: Start) -> Any:
+def _contents(root, made):
     return getattr(Cache(root, Events()).lookup("bundle", made.key), "contents", "none")
 
 
@@ -202,7 +197,7 @@ def test_code_that_does_not_load_is_compiled_again_and_replaced(tmp_path, kinds)
     cache = Cache(tmp_path, Events())
     for kind in kinds:
         for manifest, _ in list(manifests(tmp_path, kind)):
-            entry: Any = cache.lookup(kind, manifest.key)
+            entry = cache.lookup(kind, manifest.key)
             code = "code" if kind == "artifact" else "a0.code"
             cache.publish(kind, manifest.key, entry.meta, {**entry.contents, code: b"not code"})
     made = start(Tiny(), tmp_path)
@@ -213,7 +208,7 @@ def test_code_that_does_not_load_is_compiled_again_and_replaced(tmp_path, kinds)
 
 
 def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(tmp_path, monkeypatch):
-    def full(*arguments: Any) -> None:
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:

@@ -1,10 +1,6 @@
 """`torch.compile(model, backend="piecegraph")`: pieces, cache, limits."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +18,11 @@ MIX = "piecegraph_test::mix"
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         query = self.up(x)
         output = torch.empty_like(query)
         torch.ops.piecegraph_test.mix(query, output, "layer")
@@ -34,23 +30,23 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int = 4) -> None:
+    def __init__(self, layers=4):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x * x.shape[0], x.shape[0] + 1
 
 
 @pytest.fixture(autouse=True)
-def dynamo_reset() -> Iterator[None]:
+def dynamo_reset():
     yield
     torch.compiler.reset()
 
 
-def compiled(model: nn.Module, **options: Any) -> tuple[Any, pg.Events]:
+def compiled(model, **options):
     events = pg.Events()
     options = {"splitting_ops": (MIX,), "events": events, "cache": False} | options
     return torch.compile(model, backend="piecegraph", dynamic=True, options=options), events
@@ -126,7 +122,7 @@ def test_static_sizes():
         torch.testing.assert_close(fast(x)[0], model(x)[0])
 
 
-def refusal(model: nn.Module, x: torch.Tensor, **options: Any) -> BaseException | None:
+def refusal(model, x, **options):
     fast, _ = compiled(model, compiler="eager", **options)
     with pytest.raises(Exception, match="piecegraph") as caught:
         fast(x)
@@ -158,7 +154,7 @@ def test_an_error_of_ours_is_a_fallback(monkeypatch, caplog, error):
     facts = {"compiler": "c", "piece": 0, "digest": "d", "reason": "broken"}
     raised = error if isinstance(error, RuntimeError) else error(**facts)
 
-    def fails(request: Any, guarded: Any) -> Any:
+    def fails(request, guarded):
         guarded.trace.graph.graph.erase_node(guarded.trace.graph.graph.output_node())
         raise raised
 
@@ -175,11 +171,11 @@ def test_an_error_of_ours_is_a_fallback(monkeypatch, caplog, error):
     assert refusal(model, x, strict=True) is raised
 
 
-def failing_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_in_calls(monkeypatch):
     compile_trace = torch_compile.compile_trace
 
-    def compiled_badly(*args: Any) -> Any:
-        def step(*tensors: Any) -> Any:
+    def compiled_badly(*args):
+        def step(*tensors):
             raise PieceFailed(compiler="piecegraph", piece=0, digest="d", reason="broken")
 
         return SimpleNamespace(link=lambda: step, plan=compile_trace(*args).plan)
@@ -246,7 +242,7 @@ def test_sizes_without_an_upper_bound():
 
 @torch.no_grad()
 def test_autocast_is_kept(tmp_path):
-    def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def mixed(x, weight):
         with torch.autocast("cpu", torch.bfloat16):
             return x @ weight
 

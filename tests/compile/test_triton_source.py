@@ -26,7 +26,7 @@ def plus_two(x_ptr: Any, n: Any, block: tl.constexpr) -> None:
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) + 2, mask=at < n)
 
 
-def launching(kernel: Any, number: int = 8) -> str:
+def launching(kernel, number=8):
     """The canonical text of a graph that launches `kernel` as Dynamo writes it."""
     from torch._higher_order_ops.triton_kernel_wrap import (
         kernel_side_table,
@@ -61,5 +61,5 @@ def test_place_in_the_process_table_is_not():
 
     first = launching(plus_one)
     kernel_side_table.add_constant_args({"unrelated": 1})
-    kernel_side_table.add_kernel(launching)  # type: ignore[arg-type]
+    kernel_side_table.add_kernel(launching)
     assert launching(plus_one) == first

@@ -1,16 +1,12 @@
 """Weights that are no plain tensors: served, or refused by an error of the tree."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import PiecegraphError
@@ -19,21 +15,21 @@ pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     return Model().eval().requires_grad_(False)
 
 
-def started(model: nn.Module, root: Path) -> bool:
+def started(model, root):
     """Prepare and compare one step; returns whether it started from a bundle."""
     inputs = {"x": "float32[num_tokens,32]"}
     config = Config(max_num_tokens=16, inputs=inputs, cache_dir=root, graph_mode="NONE")
@@ -52,7 +48,7 @@ def test_packed_weights_of_dynamic_quantization_are_refused(model, tmp_path):
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[object]:
+def mesh(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     yield dist.device_mesh.init_device_mesh("cpu", (1,))
     dist.destroy_process_group()

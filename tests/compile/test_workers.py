@@ -1,7 +1,5 @@
 """Worker processes: the pool with workers that do nothing, and real workers that compile."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +29,6 @@ from piecegraph.compile.backends.worker import (
     CompiledPiece,
     Failed,
     Refused,
-    Reply,
     Task,
     compile_task,
     get_ready,
@@ -41,7 +37,7 @@ from piecegraph.compile.backends.workers import Workers, command, number_of_work
 from piecegraph.compile.bundle.key_factors import machine_key
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
 from piecegraph.compile.ir.compilation import KERNEL, CompileRequest
-from piecegraph.compile.plan.split_model import SplitModel, split_model
+from piecegraph.compile.plan.split_model import split_model
 from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
 from piecegraph.torch_compat.compiling.piece_data import NotData, dump_piece, dump_plain
@@ -59,23 +55,23 @@ STUB = [sys.executable, str(Path(__file__).with_name("stub_worker.py"))]
 class Pool(Workers):
     """Workers of which `ask` submits a question that `stub_worker` answers."""
 
-    def __init__(self, count: int = 1, program: list[str] = STUB) -> None:
+    def __init__(self, count=1, program=STUB):
         self.events = Events()
         super().__init__(count, print, program, self.events.emit)
 
-    def ask(self, *questions: str) -> list[Future[Any]]:
+    def ask(self, *questions):
         return [self.submit(print, each) for each in questions]
 
-    def lost(self) -> list[str]:
+    def lost(self):
         return [event.facts["reason"] for event in self.events.named("worker.lost")]
 
 
 @pytest.fixture
-def stubs() -> Iterator[Callable[..., Pool]]:
+def stubs():
     """`stubs(count, program)`: a pool of workers without torch, which ends with the test."""
-    made: list[Pool] = []
+    made = []
 
-    def make(*args: Any) -> Pool:
+    def make(*args):
         made.append(Pool(*args))
         return made[-1]
 
@@ -167,8 +163,8 @@ def test_an_executor_that_says_nothing_loses_its_tasks(stubs, monkeypatch):
 class Asking(Executor):
     """Asks a pool what a task says."""
 
-    def __init__(self, workers: Pool) -> None:
-        self.submit = lambda fn, data: workers.ask(data.decode())[0]  # type: ignore[method-assign]
+    def __init__(self, workers):
+        self.submit = lambda fn, data: workers.ask(data.decode())[0]
 
 
 def test_closing_ends_processes_and_calls(stubs, monkeypatch):
@@ -231,7 +227,7 @@ def test_nothing_compiles_beside_the_process_on_a_device_when_the_block_ends(mon
 class Ops(nn.Module):
     """A piece of torch's ops between two that hold an op of this program."""
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         out = torch.empty_like(x)
         torch.ops.piecegraph_test.mix(x * 2, out, "layer")
         x = out.exp() + x.shape[0]
@@ -240,7 +236,7 @@ class Ops(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[tuple[Workers, SplitModel]]:
+def real():
     """One worker, and a model whose first piece is of torch's ops; the second is not."""
     config, events = compile_config(Config(inputs=X, splitting_ops=MIX)), Events()
     request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
@@ -249,7 +245,7 @@ def real() -> Iterator[tuple[Workers, SplitModel]]:
     workers.shutdown()
 
 
-def reply_of(workers: Executor, split: SplitModel, index: int, **changes: Any) -> Reply:
+def reply_of(workers, split, index, **changes):
     code = split.config.code
     graph = split.unique[index].piece.module(split.trace.graph)
     machine = machine_of(split, "inductor", CPU, machine_key(code, CPU))
@@ -279,7 +275,7 @@ def test_libraries_are_built_by_workers_and_the_rest_here(monkeypatch, tmp_path)
     monkeypatch.setenv(pool.THREADS, "3")
     here, build = list[int](), ahead._library
 
-    def build_here(request: Any, split: Any, job: Any) -> bytes:
+    def build_here(request, split, job):
         here.append(job.unique.index)
         return build(request, split, job)
 
@@ -304,7 +300,7 @@ def test_a_library_that_a_worker_cannot_build_is_reported(monkeypatch, tmp_path)
 class Failing(Executor):
     """Compiles no piece, and fails at libraries."""
 
-    def submit(self, fn: Any, data: bytes) -> Future[Any]:  # type: ignore[override]
+    def submit(self, fn, data):
         future, task = Future[Any](), pickle.loads(data)
         failed = Failed("TypeError: no such thing", "")
         future.set_result(Refused("a test") if task.limits is None or task.piece else failed)

@@ -1,13 +1,10 @@
 """Models whose forward is wrapped: hooks, decorators, replaced forwards, torch.compile."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Batch, Config, prepare
 
@@ -17,23 +14,23 @@ pytestmark = pytest.mark.compile
 
 
 class Plain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+    def forward(self, x, scale=2.0):
         return self.linear(x) * scale
 
 
-def traced_call(cls: type) -> type:
+def traced_call(cls):
     """Replaces `__call__`, as engines do that compile a class's forward."""
     original = cls.__call__
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return original(self, *args, **kwargs)
 
-    cls.__call__ = __call__  # type: ignore[method-assign]
+    cls.__call__ = __call__
     return cls
 
 
@@ -42,36 +39,36 @@ class Decorated(Plain):
     pass
 
 
-def with_hook(shift: float = 1.0) -> nn.Module:
+def with_hook(shift=1.0):
     model = Plain()
     model.register_forward_hook(lambda module, args, result: result + shift)
     model.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     return model
 
 
-def with_lambda() -> nn.Module:
+def with_lambda():
     model = Plain()
     forward = model.forward
-    model.forward = lambda x: forward(x) + 1  # type: ignore[method-assign, assignment]
+    model.forward = lambda x: forward(x) + 1
     return model
 
 
-def with_partial() -> nn.Module:
+def with_partial():
     model = Plain()
-    model.forward = functools.partial(model.forward, scale=3.0)  # type: ignore[method-assign]
+    model.forward = functools.partial(model.forward, scale=3.0)
     return model
 
 
-def with_hook_of_accelerate() -> nn.Module:
+def with_hook_of_accelerate():
     """As accelerate's add_hook_to_module: a partial of a new forward of the module."""
     model = Plain()
     old = model.forward
 
-    def new_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def new_forward(module, *args, **kwargs):
         return old(*args, **kwargs) * 0.5
 
     wrapped = functools.update_wrapper(functools.partial(new_forward, model), old)
-    model.forward = wrapped  # type: ignore[method-assign]
+    model.forward = wrapped
     return model
 
 

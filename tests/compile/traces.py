@@ -1,15 +1,10 @@
 """Compare a trace that copies equal layers with one that traces each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from piecegraph.cache import Cache
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
@@ -23,11 +18,11 @@ from .models import MIX, X
 from .starts import CPU
 
 
-def _conditions(data: Any) -> dict[Any, set[str]]:
+def _conditions(data):
     """What is checked at each place; equal subtrees are stored once in `data`."""
-    found: dict[Any, set[str]] = {}
+    found = {}
 
-    def below(number: int, path: tuple[str, ...]) -> None:
+    def below(number, path):
         here, inner = data["nodes"][number]
         if here:
             found[path] = {json.dumps(each) for each in here}
@@ -39,7 +34,7 @@ def _conditions(data: Any) -> dict[Any, set[str]]:
     return found
 
 
-def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], int]:
+def facts_of_trace(model, **settings):
     """All that a trace leaves, and how many calls were copied."""
     torch._dynamo.reset()
     given = {"max_num_tokens": 64, "inputs": X, "splitting_ops": MIX, **settings}
@@ -53,20 +48,20 @@ def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], i
         "sources": [*map(str, trace.sources.values())],
         "pieces": unique,
         "conditions": _conditions(data),
-        "same": sorted(map(json.dumps, data["same"])),  # type: ignore[arg-type]
+        "same": sorted(map(json.dumps, data["same"])),
         "rest": [data["environment"], trace.conditions.obstacles],
     }
     return facts, events.counters["equal_modules"]
 
 
-def _is_implied(same: str, others: list[str]) -> bool:
+def _is_implied(same, others):
     """Whether two places hold one object because others, or those that they are below, do."""
     one, other = json.loads(same)
     rules = [*map(json.loads, others)]
     return bool(_first_place(one, rules) == _first_place(other, rules))
 
 
-def _first_place(place: Any, rules: list[Any]) -> Any:
+def _first_place(place, rules):
     """The place by which the trace reads an object first."""
     root, path = place
     for (_, later), (above, earlier) in [each for each in rules if each[0][0] == root]:
@@ -76,14 +71,14 @@ def _first_place(place: Any, rules: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def with_parts_off(parts: str) -> Iterator[None]:
+def with_parts_off(parts):
     """What PIECEGRAPH_OFF turns off, or nothing."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PIECEGRAPH_OFF", parts)
         yield
 
 
-def expect_equal_traces(model: nn.Module, **settings: Any) -> int:
+def expect_equal_traces(model, **settings):
     """Trace with and without copies, compare, and return how many calls were copied."""
     with with_parts_off(""):
         found, copied = facts_of_trace(model, **settings)

@@ -1,7 +1,5 @@
 """Buckets against the tables of vLLM on Gaudi: ranges, plans, files, look-up, fall-back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -38,7 +36,7 @@ PROMPT, DECODE = Phase.PROMPT, Phase.DECODE
 EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
 
-def numbers(text: str) -> list[int]:
+def numbers(text):
     return [int(word) for word in text.split()]
 
 

@@ -1,8 +1,5 @@
 """The coverage proof, checked against every legal batch of small engines."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,7 +21,7 @@ from piecegraph.errors import InvalidSetting, NoBuckets
 EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
 
-def legal_batches(phase: Phase, limits: BucketLimits) -> Iterator[Bucket]:
+def legal_batches(phase, limits):
     per_request = -(-limits.max_model_len // limits.block_size)
     if phase is Phase.PROMPT:
         for batch in range(1, min(limits.max_prefill_reqs, limits.max_num_reqs) + 1):

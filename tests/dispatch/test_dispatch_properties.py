@@ -1,7 +1,5 @@
 """The dispatcher against a slow oracle that checks every entry for every batch."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 
@@ -13,7 +11,6 @@ from piecegraph.dispatch import (
     Axis,
     Batch,
     Dispatcher,
-    DispatchPlan,
     GraphMode,
     PaddingLimit,
     RuntimeMode,
@@ -43,7 +40,7 @@ plans = st.builds(
 mode_sets = st.none() | st.sets(st.sampled_from(RuntimeMode))
 
 
-def exact_batch(plan: DispatchPlan, graph_index: int) -> Batch:
+def exact_batch(plan, graph_index):
     """A batch that fills the graph of `graph_index` exactly."""
     key = plan.entries[graph_index].descriptor
     return Batch(
@@ -58,7 +55,7 @@ def exact_batch(plan: DispatchPlan, graph_index: int) -> Batch:
 
 
 @st.composite
-def batches(draw, plan: DispatchPlan) -> Batch:
+def batches(draw, plan):
     """Arbitrary batches, and batches that almost fill one graph of the plan."""
     if plan.entries and draw(st.booleans()):
         near = exact_batch(plan, draw(st.integers(0, len(plan.entries) - 1)))
@@ -89,7 +86,7 @@ def batches(draw, plan: DispatchPlan) -> Batch:
     )
 
 
-def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
+def fits(plan, entry, batch):
     """Whether the graph may serve the batch, as simply as possible."""
     key = entry.descriptor
     uniform = batch.query_len if batch.is_decode else None

@@ -1,7 +1,5 @@
 """The dispatcher: worked examples, and each reason."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -33,17 +31,17 @@ from piecegraph.errors import (
 NONE, PIECEWISE, FULL = RuntimeMode
 
 
-def dispatcher(mode, sizes, max_num_reqs=8, **options) -> Dispatcher:
+def dispatcher(mode, sizes, max_num_reqs=8, **options):
     plan = make_plan(GraphMode(mode), sizes, max_num_reqs=max_num_reqs, **options)
     return Dispatcher(plan, captured=range(len(plan.entries)))
 
 
-def index_of(it, mode, num_tokens) -> int:
+def index_of(it, mode, num_tokens):
     entries = it.plan.entries
     return [(e.mode, e.descriptor.num_tokens) for e in entries].index((mode, num_tokens))
 
 
-def count(plan, mode) -> int:
+def count(plan, mode):
     return sum(entry.mode is mode for entry in plan.entries)
 
 

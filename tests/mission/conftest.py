@@ -1,16 +1,13 @@
 """A small model with attention as a custom op, and runs of the command line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import piecegraph as pg
 from piecegraph.tools.cli.app import main
@@ -20,7 +17,7 @@ OP = "mission::attention"
 _LIBRARY = torch.library.Library("mission", "DEF")
 
 
-def attention(x: Tensor) -> Tensor:
+def attention(x):
     """Adds to each row what the engine says of the step."""
     with suppress(pg.PiecegraphError):
         return x + (pg.get_forward_context().metadata or 0.0)
@@ -35,13 +32,13 @@ torch.library.register_fake(OP, torch.empty_like, lib=_LIBRARY)
 class Model(nn.Module):
     """Three equal layers with attention between them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = torch.ops.mission.attention(layer(x).relu())
         return x
@@ -51,10 +48,10 @@ Make = Callable[..., pg.PreparedModel]
 
 
 @pytest.fixture
-def prepare() -> Make:
+def prepare():
     """Prepares the model; a cache only if one is asked for."""
 
-    def make(**settings: Any) -> pg.PreparedModel:
+    def make(**settings):
         changed = {
             "splitting_ops": (OP,), "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
             "max_num_tokens": 16, "max_num_reqs": 8, "capture_sizes": (2, 4, 8),
@@ -66,7 +63,7 @@ def prepare() -> Make:
     return make
 
 
-def mode_of(prepared: pg.PreparedModel, num_tokens: int, decodes: bool, **batch: Any) -> str:
+def mode_of(prepared, num_tokens, decodes, **batch):
     """The mode and padded size of a step, which is compared with the model's."""
     x = torch.rand(num_tokens, HIDDEN)
     reqs = num_tokens if decodes else 1
@@ -81,15 +78,15 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     """`piecegraph run` with each step verified: its report."""
 
-    def call(*options: str) -> dict[str, Any]:
+    def call(*options):
         path = tmp_path / "report.json"
         few = ["--requests", "6", "--length-scale", "0.04", "--backend", "eager", "--verify", "all"]
         cache = [] if "--cache-dir" in options else ["--no-cache"]
         assert main(["run", *few, *cache, "--json", str(path), *options]) == 0
-        report: dict[str, Any] = json.loads(path.read_text())
+        report = json.loads(path.read_text())
         assert report["verification"]["ok"]
         return report
 

@@ -3,17 +3,13 @@
 From vLLM's CUDA graph modes and dispatcher, SGLang's graph runner, breakable-cuda-graphs.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 import piecegraph as pg
 from piecegraph.errors import MovedTensor
 
-from .conftest import HIDDEN, Model, mode_of
+from .conftest import HIDDEN, mode_of
 
 MODES = {
     "NONE": ("NONE 3", "NONE 3"),
@@ -70,9 +66,9 @@ def test_a_decision_says_why(prepare):
 
 def test_a_weight_that_moved_is_an_error_by_name(prepare):
     """vLLM: `CUDAGraphWrapper` checks input addresses in debug mode; here all, always."""
-    prepared: Any = prepare()
+    prepared = prepare()
     prepared.capture(None)
-    model: Model = prepared.compiled.model
+    model = prepared.compiled.model
     model.layers[0].weight = torch.nn.Parameter(model.layers[0].weight.clone(), False)
     with pytest.raises(MovedTensor, match=r"layers\.0\.weight"):
         prepared(torch.rand(3, HIDDEN), batch=pg.Batch(3, 3, is_decode=True, query_len=1))

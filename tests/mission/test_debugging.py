@@ -1,9 +1,6 @@
 """Why it did what it did. From tlparse, vLLM's debug dumps, bisection of compilers."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,7 @@ from piecegraph.tools.cli.app import main
 
 from .conftest import HIDDEN, Model
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "splitting_ops": ("mission::attention",),
     "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
     "max_num_tokens": 16,

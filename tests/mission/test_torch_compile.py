@@ -3,8 +3,6 @@
 From vLLM's torch.compile integration (`VllmBackend`) and SGLang's piecewise compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ def test_equal_pieces_are_compiled_once(prepare):
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> tuple[pg.PreparedModel, dict[str, Any]]:
+def warm(tmp_path_factory):
     """A start that finds what `compile_ahead` left, and its report before it is verified."""
     folder = tmp_path_factory.mktemp("cache")
     config = pg.Config(
@@ -84,9 +82,9 @@ def test_some_sizes_are_compiled_by_themselves(prepare):
 @pytest.mark.compile
 def test_a_user_changes_the_graph(prepare):
     """vLLM: custom passes."""
-    seen: list[int] = []
+    seen = []
 
-    def count(graph: torch.fx.Graph) -> None:
+    def count(graph):
         seen.append(len(graph.nodes))
 
     prepare(compiler="inductor", codegen={"passes": {"count": count}})

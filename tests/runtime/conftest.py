@@ -6,27 +6,24 @@ Also makes prepared models without `prepare`, so that one trace serves many test
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from piecegraph import Batch, Config, Dispatcher, Events, GraphMode, PreparedModel
+from piecegraph import Batch, Config, Dispatcher, Events, PreparedModel
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.config import compile_config, dispatch_plan
 from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.assemble import Beginning, assemble
-from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.environment import Environment
 from piecegraph.runtime.core.records import Records
@@ -46,31 +43,21 @@ class Rig:
     events: Events
     pool: Any
 
-    def record(
-        self, fn: Callable[..., Any], *inputs: torch.Tensor, breaks: bool = True
-    ) -> Recording:
+    def record(self, fn, *inputs, breaks=True):
         with capture_session(self.backend, self.pool, self.events, prepare=False) as session:
             return record(fn, inputs, session, name="test", breaks=breaks)
 
-    def rand(self, *shape: int) -> torch.Tensor:
+    def rand(self, *shape):
         return torch.rand(shape, device=self.device)
 
 
-def strict_backend(**options: Any) -> ReplayBackend:
+def strict_backend(**options):
     """A replay backend with all checks on."""
     loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
     return ReplayBackend(ReplayOptions(**{**loud, **options}))
 
 
-def prepare_on_replay(
-    compiled: CompiledModel,
-    config: Config,
-    mode: GraphMode,
-    sizes: Sequence[int],
-    layers: Mapping[str, Any],
-    options: Mapping[str, Any],
-    input_buffers: Mapping[str, torch.Tensor] | None = None,
-) -> PreparedModel:
+def prepare_on_replay(compiled, config, mode, sizes, layers, options, input_buffers=None):
     """What `prepare` returns for a compiled model, on a strict backend."""
     config = config.changed(capture_sizes=tuple(sizes))
     dispatcher = Dispatcher(dispatch_plan(mode, config))
@@ -89,7 +76,7 @@ def prepare_on_replay(
     return assemble(core, Beginning(compiled))
 
 
-def compile_once(model: torch.nn.Module, **settings: Any) -> tuple[Config, CompiledModel]:
+def compile_once(model, **settings):
     """A model that is traced but not compiled; tests bind and prepare it as often as they like."""
     config = Config(compiler="eager", cache=False, **settings)
     device, cache = torch.device("cpu"), Cache(None, Events())
@@ -104,7 +91,7 @@ class Served:
     prepared: PreparedModel
     expected: Callable[[torch.Tensor], torch.Tensor]
 
-    def check(self, batch: Batch) -> str:
+    def check(self, batch):
         """One step of random rows; the result must equal the plain model's bit for bit.
 
         Returns mode and padded size.
@@ -114,57 +101,52 @@ class Served:
         assert torch.equal(self.prepared.run(decision, x), self.expected(x))
         return f"{decision.mode.name} {decision.descriptor.num_tokens}"
 
-    def decode(self, n: int) -> str:
+    def decode(self, n):
         return self.check(Batch(n, n, is_decode=True, query_len=1))
 
-    def mixed(self, n: int) -> str:
+    def mixed(self, n):
         return self.check(Batch(n, 1))
 
     @property
-    def backend(self) -> Any:
+    def backend(self):
         return self.prepared.backend
 
     @property
-    def captures(self) -> list[str]:
+    def captures(self):
         """Captures in the order in which they were made."""
         return self.told("capture")
 
-    def told(self, event: str) -> list[str]:
+    def told(self, event):
         """Mode and padded size of each event of this name."""
         facts = [each.facts for each in self.prepared.events.named(event)]
         return [f"{each['mode']} {each['num_tokens']}" for each in facts]
 
-    def captured(self) -> list[int]:
+    def captured(self):
         return [graph_index for graph_index, _ in self.prepared.recordings()]
 
     @property
-    def used(self) -> int:
+    def used(self):
         """Bytes of graph memory."""
         return int(self.prepared.backend.memory().used)
 
 
-def found_by(ownership: Ownership) -> list[torch.Tensor]:
+def found_by(ownership):
     """The tensors from outside that a capture holds."""
     return ownership.found()
 
 
-def tensors_alive() -> int:
+def tensors_alive():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 @pytest.fixture(scope="session")
-def temporary_op() -> Iterator[Callable[..., str]]:
+def temporary_op():
     """`temporary_op("ns::op", "(Tensor x, …) -> ()", kernel)` defines an op for this session."""
-    libraries: list[Any] = []
+    libraries = []
 
-    def define(
-        name: str,
-        schema: str,
-        kernel: Callable[..., Any],
-        fake: Callable[..., Any] = lambda *args: None,
-    ) -> str:
+    def define(name, schema, kernel, fake=lambda *args: None):
         namespace, op = name.split("::")
-        library: Any = torch.library.Library(namespace, "FRAGMENT")
+        library = torch.library.Library(namespace, "FRAGMENT")
         libraries.append(library)
         library.define(op + schema)
         library.impl(op, kernel, "CPU")
@@ -176,12 +158,12 @@ def temporary_op() -> Iterator[Callable[..., str]]:
         library._destroy()
 
 
-def make_rig(backend: GraphBackend, device: str) -> Rig:
+def make_rig(backend, device):
     return Rig(backend, torch.device(device), Events(), backend.new_pool())
 
 
 @pytest.fixture(params=["replay", "fake", pytest.param("cuda", marks=pytest.mark.gpu)])
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(request):
     """The replay backend has all checks on."""
     with torch.no_grad():
         if request.param == "replay":
@@ -193,7 +175,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 @pytest.fixture
-def make_replay_rig() -> Iterator[Callable[..., Rig]]:
+def make_replay_rig():
     """A rig on the replay backend with the given `ReplayOptions`."""
     with torch.no_grad():
         yield lambda **options: make_rig(ReplayBackend(ReplayOptions(**options)), "cpu")

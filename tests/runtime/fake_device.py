@@ -6,35 +6,32 @@ the memory of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from piecegraph.compile.plan.compiled_model import CompiledModel
-from piecegraph.runtime.backends.ownership import Ownership, TensorTracker
-from piecegraph.runtime.backends.protocol import BoundGraph, Code, Memory, Replay
+from piecegraph.runtime.backends.ownership import TensorTracker
+from piecegraph.runtime.backends.protocol import Memory
 
 
 class DeviceGraph(TorchDispatchMode):
     """Records kernels from `capture_begin` to `capture_end`, and undoes what they did."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.kernels: list[Callable[[], None]] = []
+        self.kernels = []
         self.num_bytes = 0
-        self._before: list[tuple[Tensor, Tensor]] = []
-        self._made: list[Tensor] = []
+        self._before = []
+        self._made = []
 
-    def capture_begin(self) -> None:
+    def capture_begin(self):
         self.__enter__()
 
-    def capture_end(self) -> None:
+    def capture_end(self):
         self.__exit__(None, None, None)
         with torch.inference_mode():
             for tensor, before in reversed(self._before):
@@ -42,15 +39,15 @@ class DeviceGraph(TorchDispatchMode):
             for tensor in self._made:  # nothing was executed
                 tensor.fill_(-77)
 
-    def replay(self) -> None:
+    def replay(self):
         with torch.inference_mode():
             for kernel in self.kernels:
                 kernel()
 
-    def reset(self) -> None:
+    def reset(self):
         self.kernels, self._made, self.num_bytes = [], [], 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -60,7 +57,7 @@ class DeviceGraph(TorchDispatchMode):
             self._record(func, args, kwargs, result)
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, func, args, kwargs, result):
         args, kwargs, places = tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))
         used = {t.data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         places = [t for t in tree_leaves(places) if isinstance(t, Tensor)]
@@ -68,7 +65,7 @@ class DeviceGraph(TorchDispatchMode):
         self.num_bytes += sum(t.nbytes for t in made)
         self._made += made
 
-        def kernel() -> None:
+        def kernel():
             values = [t for t in tree_leaves(func(*args, **kwargs)) if isinstance(t, Tensor)]
             for place, value in zip(places, values, strict=True):
                 if place.data_ptr() != value.data_ptr():
@@ -81,7 +78,7 @@ class DeviceGraph(TorchDispatchMode):
 class _Tracker(TensorTracker):
     """All memory is the device's: a graph has no value of it."""
 
-    def bakes(self, tensor: Tensor) -> bool:
+    def bakes(self, tensor):
         return False
 
 
@@ -91,29 +88,29 @@ class FakeGraph:
     topology: str = ""
 
     @property
-    def operations(self) -> int:
+    def operations(self):
         return len(self.graph.kernels)
 
     @property
-    def replay(self) -> Callable[[], None]:
+    def replay(self):
         return self.graph.replay
 
-    def release(self) -> None:
+    def release(self):
         self.graph.reset()
 
 
 class FakeCapture:
-    def __init__(self, backend: FakeBackend, pool: list[DeviceGraph], owned: Ownership) -> None:
+    def __init__(self, backend, pool, owned):
         self._backend, self._pool = backend, pool
         self._graph = DeviceGraph()
         self._tracker = _Tracker("CPU", owned)
         self._graph.capture_begin()
         self._tracker.start()
 
-    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def opaque(self, fn, args):
         return fn(*args)
 
-    def end(self, run: bool = False) -> FakeGraph:
+    def end(self, run=False):
         self.abort()
         if self._tracker.refused is not None:
             raise self._tracker.refused
@@ -122,7 +119,7 @@ class FakeCapture:
         self._pool.append(self._graph)
         return FakeGraph(self._graph)
 
-    def abort(self) -> None:
+    def abort(self):
         self._tracker.stop()
         self._graph.capture_end()
 
@@ -130,11 +127,11 @@ class FakeCapture:
 class Reached:
     """A point in the work of a device that works at once."""
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def synchronize(self) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self): ...
+    def wait(self, stream=None): ...
 
 
 @dataclass(eq=False)
@@ -147,43 +144,43 @@ class FakeBackend:
     order_steps = None
     poison_result = None
 
-    def new_pool(self) -> list[DeviceGraph]:
+    def new_pool(self):
         self.pools.append([])
         return self.pools[-1]
 
-    def may_capture(self) -> bool:
+    def may_capture(self):
         return True
 
-    def begin(self, pool: list[DeviceGraph], ownership: Ownership) -> FakeCapture:
+    def begin(self, pool, ownership):
         return FakeCapture(self, pool, ownership)
 
-    def link(self, code: Code, compiled: CompiledModel) -> Code:
+    def link(self, code, compiled):
         return code
 
-    def install(self, graph: BoundGraph, compiled: CompiledModel) -> Replay:
+    def install(self, graph, compiled):
         return graph.replay
 
-    def recording(self, is_open: Callable[[], bool]) -> AbstractContextManager[None]:
+    def recording(self, is_open):
         return nullcontext()
 
-    def memory(self) -> Memory:
+    def memory(self):
         used = sum(graph.num_bytes for pool in self.pools for graph in pool)
         return Memory(used, self.total - used)
 
-    def working_memory(self, run: Callable[[], None]) -> int:
+    def working_memory(self, run):
         return 0
 
-    def weak(self, tensor: Tensor) -> Tensor:
+    def weak(self, tensor):
         return tensor.detach()
 
     address = staticmethod(Tensor.data_ptr)
 
-    def event(self) -> Reached:
+    def event(self):
         return Reached()
 
-    def prepare(self) -> None: ...
-    def trim(self) -> None: ...
-    def release_pool(self, pool: list[DeviceGraph]) -> None: ...
-    def release_held(self, pool: list[DeviceGraph]) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait(self) -> None: ...
+    def prepare(self): ...
+    def trim(self): ...
+    def release_pool(self, pool): ...
+    def release_held(self, pool): ...
+    def synchronize(self): ...
+    def wait(self): ...

@@ -1,12 +1,10 @@
 """Address checks: a tensor that moved or was freed is named before it is read."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph.errors import MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
@@ -15,13 +13,13 @@ from piecegraph.runtime.parts.checks.address_checks import Addresses
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     return model.requires_grad_(False)
 
 
 @pytest.fixture
-def addresses(model: nn.Module) -> Addresses:
+def addresses(model):
     addresses = Addresses(ReplayBackend().address)
     addresses.watch_module(model)
     return addresses
@@ -34,20 +32,20 @@ def test_an_update_in_place_is_fine(model, addresses):
     assert snapshot.moved() == []
 
 
-def move_data(model: nn.Module) -> Tensor:
-    kept: Tensor = model[0].weight.data
+def move_data(model):
+    kept = model[0].weight.data
     model[0].weight.data = torch.rand(2, 2)
     return kept
 
 
-def replace_parameter(model: nn.Module) -> Tensor:
-    kept: Tensor = model[0].bias
+def replace_parameter(model):
+    kept = model[0].bias
     model[0].bias = nn.Parameter(kept.clone(), requires_grad=False)
     return kept
 
 
-def replace_buffer(model: nn.Module) -> Tensor:
-    kept: Tensor = model[1].running_mean
+def replace_buffer(model):
+    kept = model[1].running_mean
     model[1].running_mean = kept.clone()
     return kept
 
@@ -67,7 +65,7 @@ def test_samples_compare_forms_as_well(model, addresses):
     weight = model[0].weight
     weight.data = weight.data.as_strided((2, 2), (0, 0))
 
-    def check_two_tensors_a_step() -> None:
+    def check_two_tensors_a_step():
         for _ in range((len(model.state_dict()) + 1) // 2):
             snapshot.check_step()
 
@@ -138,7 +136,7 @@ def test_w15_samples_reach_every_tensor_in_turn(model, addresses):
     kept = model[1].num_batches_tracked  # the last in turn
     model[1].num_batches_tracked = kept.clone()
 
-    def check_two_tensors_a_step() -> None:
+    def check_two_tensors_a_step():
         for _ in range((len(model.state_dict()) + 1) // 2):
             snapshot.check_step()
 

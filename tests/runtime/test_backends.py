@@ -1,18 +1,12 @@
 """Every backend in the same scenes, asked for nothing but what its protocol has."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import (
     Batch,
     Config,
-    PreparedModel,
     RuntimeMode,
     break_graph,
     get_forward_context,
@@ -25,30 +19,30 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOpti
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
-from .conftest import Rig, make_rig, strict_backend
+from .conftest import make_rig, strict_backend
 from .fake_device import FakeBackend
 
 
 class Only:
     """An object of which nothing but the members of `protocol` can be read."""
 
-    def __init__(self, protocol: type[Any], held: Any) -> None:
+    def __init__(self, protocol, held):
         self._members = {*vars(protocol), *protocol.__annotations__}
         self._held = held
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         assert name in self._members, f"the protocol has no {name!r}"
         return getattr(self._held, name)
 
-    def begin(self, *args: Any) -> Any:
+    def begin(self, *args):
         return Only(Capture, self._held.begin(*args))
 
-    def end(self, **how: Any) -> Any:
+    def end(self, **how):
         return Only(Graph, self._held.end(**how))
 
 
 DELAYED = {"delay": True, "fail_on_early_writes": True, "poison_old_results": True}
-BACKENDS: dict[str, Callable[[], GraphBackend]] = {
+BACKENDS = {
     "replay": strict_backend,
     "delayed": lambda: strict_backend(**DELAYED),
     "fake": FakeBackend,
@@ -57,15 +51,15 @@ BACKENDS: dict[str, Callable[[], GraphBackend]] = {
 
 
 @pytest.fixture(params=[*list(BACKENDS)[:3], pytest.param("cuda", marks=pytest.mark.gpu)])
-def scene(request: pytest.FixtureRequest) -> Any:
-    backend: Any = Only(GraphBackend, BACKENDS[request.param]())
+def scene(request):
+    backend = Only(GraphBackend, BACKENDS[request.param]())
     with torch.no_grad():
         yield make_rig(backend, "cuda" if request.param == "cuda" else "cpu")
     backend.synchronize()
 
 
 @break_graph
-def attend(query: Tensor, out: Tensor) -> None:
+def attend(query, out):
     context = get_forward_context()
     cache = context.layers["cache"]
     cache.index_copy_(0, context.metadata[: len(query)], query)
@@ -73,18 +67,18 @@ def attend(query: Tensor, out: Tensor) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         query = x * self.weight
         out = torch.empty_like(query)
         attend(query, out)
         return out + query
 
 
-def served(scene: Rig) -> tuple[PreparedModel, Model, Tensor]:
+def served(scene):
     """A model with one slot for each token, the slots, and its metadata."""
     model, cache = Model().to(scene.device), torch.zeros(9, 4, device=scene.device)
     config = Config(
@@ -106,7 +100,7 @@ def served(scene: Rig) -> tuple[PreparedModel, Model, Tensor]:
     return prepared, model, slots
 
 
-def step(scene: Rig, prepared: PreparedModel, model: Model, slots: Tensor, batch: Batch) -> str:
+def step(scene, prepared, model, slots, batch):
     """Run a step of random rows and compare it with the model; returns its mode."""
     x = scene.rand(batch.num_tokens, 4)
     decision = prepared.dispatch(batch)
@@ -119,7 +113,7 @@ def step(scene: Rig, prepared: PreparedModel, model: Model, slots: Tensor, batch
     return decision.mode.name
 
 
-def decode(n: int) -> Batch:
+def decode(n):
     return Batch(n, n, is_decode=True, query_len=1)
 
 
@@ -152,7 +146,7 @@ def test_a_model_from_the_first_capture_to_the_close(scene):
 def test_a_capture_executes_nothing_and_a_replay_does(scene):
     x, total = scene.rand(3), torch.zeros(3, device=scene.device)
 
-    def fn(x: Tensor) -> Tensor:
+    def fn(x):
         total.add_(x)
         return total * 2
 
@@ -179,7 +173,7 @@ def test_memory_grows_with_graphs_and_is_given_back(scene):
 
 @pytest.mark.parametrize("make", [FakeBackend, lambda t: ReplayBackend(ReplayOptions(limit=t))])
 def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make):
-    scene = make_rig(Only(GraphBackend, make(100)), "cpu")  # type: ignore[arg-type]
+    scene = make_rig(Only(GraphBackend, make(100)), "cpu")
     with pytest.raises(CaptureOutOfMemory):
         scene.record(lambda x: x * 2, torch.rand(50))
     recording = scene.record(lambda x: x * 2, torch.ones(3))
@@ -188,9 +182,9 @@ def test_a_graph_beyond_the_memory_is_an_error_that_leaves_the_pool(make):
 
 
 def test_a_failing_capture_leaves_a_backend_that_captures(scene):
-    runs: list[Tensor] = []
+    runs = []
 
-    def raise_at_capture(x: Tensor) -> Tensor:
+    def raise_at_capture(x):
         runs.append(x * 2)
         if len(runs) == 2:
             raise ValueError("mine")

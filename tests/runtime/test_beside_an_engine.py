@@ -1,11 +1,8 @@
 """An engine that imports, compiles and forks while a verification of its process begins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -54,13 +51,13 @@ CALLS = (
 
 
 @pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def libraries(tmp_path_factory):
     folder = tmp_path_factory.mktemp("libraries")
     run(folder, 0, "build")
     return folder
 
 
-def run(folder: Path, moment: float, call: str) -> None:
+def run(folder, moment, call):
     given = [sys.executable, "-c", PROGRAM, str(folder), str(moment), call]
     environ = {name: value for name, value in os.environ.items() if name != "PIECEGRAPH_OFF"}
     done = subprocess.run(given, capture_output=True, text=True, timeout=200, env=environ)

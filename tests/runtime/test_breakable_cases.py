@@ -4,8 +4,6 @@ Each is run as it is, recorded with breaks and recorded as one graph; replays on
 give what the program gives. The page is docs/reference.md, "Coming from breakable CUDA graphs".
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -27,83 +25,83 @@ Pair = namedtuple("Pair", "low high")
 
 
 @break_graph
-def running(x: Tensor) -> Tensor:
+def running(x):
     return x.cumsum(0)
 
 
 @break_graph
-def into(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+def into(x, out, *, scale=1.0):
     out.copy_(x * scale)
 
 
 @break_graph
-def in_place(x: Tensor) -> Tensor:
+def in_place(x):
     return x.mul_(2)
 
 
 @break_graph
-def product(x: Tensor) -> Tensor:
+def product(x):
     return x @ x.T
 
 
 @break_graph
-def product_into(x: Tensor, out: Tensor) -> None:
+def product_into(x, out):
     out.copy_(x @ x.T)
 
 
 @break_graph
-def both(x: Tensor) -> Pair:
+def both(x):
     return Pair(x.clamp(max=0), x.clamp(min=0))
 
 
 @break_graph
-def by_name(parts: dict[str, Tensor], *, names: tuple[str, ...]) -> dict[str, Tensor]:
+def by_name(parts, *, names):
     return {name: parts[name] + 1 for name in names}
 
 
 @break_graph
-def first_row(x: Tensor) -> Tensor:
+def first_row(x):
     return x[:1]
 
 
 @break_graph
-def nothing(x: Tensor) -> None:
+def nothing(x):
     pass
 
 
 @break_graph
-def outer(x: Tensor) -> Tensor:
+def outer(x):
     return running(x) + 1
 
 
 class Layer(nn.Module):
     """Breaks in a method, a static method and a class method."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
 
     @break_graph
-    def mix(self, x: Tensor) -> Tensor:
+    def mix(self, x):
         return x.cumsum(0) * self.weight
 
     @staticmethod
     @break_graph
-    def shift(x: Tensor) -> Tensor:
+    def shift(x):
         return x.roll(1, 0)
 
     @classmethod
-    def twice(cls, x: Tensor) -> Tensor:
+    def twice(cls, x):
         return cls.shift(cls.shift(x) + 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.mix(x + 1) + self.shift(x)
 
 
 class Callee:
     """A callable object as a splitting function."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return x.flip(0)
 
 
@@ -112,144 +110,144 @@ CALLEE = break_graph(Callee())
 SCALED = break_graph(partial(torch.mul, other=3.0))
 
 
-def at_the_start(x: Tensor) -> Tensor:
+def at_the_start(x):
     return running(x) * 2
 
 
-def at_the_end(x: Tensor) -> Tensor:
+def at_the_end(x):
     return running(x * 2)
 
 
-def in_the_middle(x: Tensor) -> Tensor:
+def in_the_middle(x):
     return running(x * 2) + 1
 
 
-def consecutive(x: Tensor) -> Tensor:
+def consecutive(x):
     return running(running(running(x + 1))) * 2
 
 
-def in_a_loop(x: Tensor) -> Tensor:
+def in_a_loop(x):
     for _ in range(5):
         x = running(x + 1) / 2
     return x
 
 
-def in_a_helper(x: Tensor) -> Tensor:
-    def helper(y: Tensor) -> Tensor:
+def in_a_helper(x):
+    def helper(y):
         return running(y * 3) - y
 
     return helper(x) + helper(x + 1)
 
 
-def decided_by_a_shape(x: Tensor) -> Tensor:
+def decided_by_a_shape(x):
     return running(x) if x.shape[0] > 1 else x * 2
 
 
-def nested(x: Tensor) -> Tensor:
+def nested(x):
     return outer(x * 2) + 1
 
 
-def written_argument(x: Tensor) -> Tensor:
+def written_argument(x):
     y = x + 1
     out = torch.empty_like(y)
     into(y, out, scale=3.0)
     return out - y
 
 
-def written_slice(x: Tensor) -> Tensor:
+def written_slice(x):
     out = torch.zeros_like(x)
     into(x[:1] + 1, out[1:2])
     return out * 2
 
 
-def in_place_on_what_a_graph_made(x: Tensor) -> Tensor:
+def in_place_on_what_a_graph_made(x):
     y = x + 1
     z = in_place(y)
     return y + z
 
 
-def result_used_twice(x: Tensor) -> Tensor:
+def result_used_twice(x):
     y = running(x * 2)
     return running(y + 1) * y
 
 
-def result_used_much_later(x: Tensor) -> Tensor:
+def result_used_much_later(x):
     early = running(x)
     for _ in range(3):
         x = running(x * 2)
     return x + early
 
 
-def result_that_is_a_view(x: Tensor) -> Tensor:
+def result_that_is_a_view(x):
     return first_row(x + 1) * 2 + x
 
 
-def view_of_a_result(x: Tensor) -> Tensor:
+def view_of_a_result(x):
     y = running(x).view(-1)
     return y[: x.numel()].view_as(x) + 1
 
 
-def named_tuple(x: Tensor) -> Tensor:
+def named_tuple(x):
     parts = both(x - 0.5)
     return parts.low * 2 + parts.high
 
 
-def keywords_and_dicts(x: Tensor) -> Tensor:
+def keywords_and_dicts(x):
     parts = by_name({"a": x, "b": x * 2}, names=("a", "b"))
     return parts["a"] + parts["b"]
 
 
-def no_result(x: Tensor) -> Tensor:
+def no_result(x):
     y = x * 2
     nothing(y)
     return y + 1
 
 
-def outputs_of_both_kinds(x: Tensor) -> dict[str, Any]:
+def outputs_of_both_kinds(x):
     y = x * 2
     return {"eager": running(y), "graph": [y, (y + 1, 7)], "input": x}
 
 
-def without_gradients(x: Tensor) -> Tensor:
+def without_gradients(x):
     with torch.no_grad():
         y = running(x * 2)
     return y + 1
 
 
-def under_autocast(x: Tensor) -> Tensor:
+def under_autocast(x):
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         return running(x @ x.T) @ x
 
 
-def break_under_autocast(x: Tensor) -> Tensor:
+def break_under_autocast(x):
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         return product(x) * 2
 
 
-def written_under_autocast(x: Tensor) -> Tensor:
+def written_under_autocast(x):
     out = x.new_empty(x.shape[0], x.shape[0])
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         product_into(x, out)
     return out + 1
 
 
-def a_bound_method(x: Tensor) -> Tensor:
+def a_bound_method(x):
     return LAYER.mix(x * 2) + 1
 
 
-def a_static_and_a_class_method(x: Tensor) -> Tensor:
+def a_static_and_a_class_method(x):
     return Layer.shift(x * 2) + Layer.twice(x)
 
 
-def a_module(x: Tensor) -> Tensor:
+def a_module(x):
     return LAYER.forward(x)
 
 
-def an_object_and_a_partial(x: Tensor) -> Tensor:
+def an_object_and_a_partial(x):
     return CALLEE(x + 1) + SCALED(x)
 
 
-PROGRAMS: tuple[Step, ...] = (
+PROGRAMS = (
     *(at_the_start, at_the_end, in_the_middle, consecutive, in_a_loop, in_a_helper),
     *(decided_by_a_shape, nested, written_argument, written_slice),
     *(in_place_on_what_a_graph_made, result_used_twice, result_used_much_later),
@@ -273,14 +271,14 @@ def test_replay_equals_the_program(rig, step, breaks):
 
 
 def test_break_runs_at_each_replay_and_the_program_does_not(rig):
-    calls: list[str] = []
+    calls = []
 
     @break_graph
-    def noted(x: Tensor) -> Tensor:
+    def noted(x):
         calls.append("break")
         return x.cumsum(0)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         calls.append("program")
         return noted(x * 2) + 1
 
@@ -297,10 +295,10 @@ def test_value_that_a_break_returns_may_not_change(rig, result):
     returned = [result]
 
     @break_graph
-    def value(x: Tensor) -> Any:
+    def value(x):
         return returned[0]
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         value(x)
         return x * 2
 
@@ -323,10 +321,10 @@ def test_value_that_a_break_returns_may_not_change(rig, result):
     ],
 )
 def test_tensor_of_another_form_is_refused(rig, other):
-    forms: list[Callable[[Tensor], Any]] = [lambda x: x + 1]
+    forms = [lambda x: x + 1]
 
     @break_graph
-    def changing(x: Tensor) -> Tensor:
+    def changing(x):
         return forms[0](x)
 
     recording = rig.record(lambda x: changing(x * 2) * 2, rig.rand(3, 4))
@@ -337,15 +335,15 @@ def test_tensor_of_another_form_is_refused(rig, other):
 
 
 def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig):
-    failing: list[bool] = [False]
+    failing = [False]
 
     @break_graph
-    def sometimes(x: Tensor) -> Tensor:
+    def sometimes(x):
         if failing[0]:
             raise ZeroDivisionError("of the user")
         return x.cumsum(0)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         return sometimes(x * 2) + 1
 
     x = rig.rand(3, 4)
@@ -360,14 +358,14 @@ def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig):
 
 def test_break_is_a_plain_call_in_another_thread(rig):
     """A recording of one thread does not see the calls of another."""
-    results: list[Tensor] = []
+    results = []
     y = rig.rand(3, 4)
 
     @break_graph
-    def with_a_thread(x: Tensor) -> Tensor:
+    def with_a_thread(x):
         return x + 1
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         thread = threading.Thread(target=lambda: results.append(running(y)))
         if not rig.backend.runs_python:
             return with_a_thread(x)  # work of another thread during a capture of a device
@@ -405,7 +403,7 @@ def test_recording_that_is_dropped_is_collected(rig):
 def test_result_of_a_break_outlives_what_made_it(rig):
     """Memory between segments is not given to another tensor, also if nothing else holds it."""
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         early = running(x)
         for _ in range(4):
             scratch = torch.empty_like(x).fill_(9)
@@ -423,9 +421,9 @@ def test_result_of_a_break_outlives_what_made_it(rig):
 
 
 def test_program_whose_breaks_differ_from_run_to_run_is_refused(rig):
-    runs: list[int] = []
+    runs = []
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         runs.append(1)
         return running(x) if len(runs) % 2 else x * 2
 
@@ -442,7 +440,7 @@ ON_A_DEVICE = pytest.mark.parametrize(
 def test_streams_that_are_joined_are_part_of_the_graphs(rig):
     side = torch.cuda.Stream(rig.device)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         current = torch.cuda.current_stream(rig.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -461,7 +459,7 @@ def test_streams_that_are_joined_are_part_of_the_graphs(rig):
 def test_a_stream_that_is_not_joined_fails_the_capture(rig):
     side = torch.cuda.Stream(rig.device)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         side.wait_stream(torch.cuda.current_stream(rig.device))
         with torch.cuda.stream(side):
             x.mul(2)
@@ -484,9 +482,9 @@ def test_breaks_are_switched_by_the_recording_and_both_kinds_serve_in_turn(rig):
 
 def test_threads_that_record_take_turns(rig):
     inputs = [rig.rand(3, 4) for _ in range(3)]
-    recordings: dict[int, Any] = {}
+    recordings = {}
 
-    def record(index: int) -> None:
+    def record(index):
         recordings[index] = rig.record(consecutive, inputs[index])
 
     threads = [threading.Thread(target=record, args=(index,)) for index in range(3)]

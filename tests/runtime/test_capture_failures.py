@@ -1,14 +1,9 @@
 """After a failure no capture is open, nothing is kept, and the next capture works."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed
@@ -16,15 +11,15 @@ from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 
 
 @break_graph
-def attend(q: Tensor) -> Tensor:
+def attend(q):
     return q.cumsum(0)
 
 
-def step(x: Tensor) -> Tensor:
+def step(x):
     return attend(x * 2) + 1
 
 
-def assert_serving(rig: Any) -> None:
+def assert_serving(rig):
     """A new recording works, and plain calls are not recorded."""
     x = rig.rand(3)
     recording = rig.record(step, x)
@@ -35,11 +30,11 @@ def assert_serving(rig: Any) -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def raises_in_the_capture() -> Callable[[Tensor], Tensor]:
+def raises_in_the_capture():
     """A function that raises at its second call, the first of which is in the warm-up run."""
-    calls: list[int] = []
+    calls = []
 
-    def raising(x: Tensor) -> Tensor:
+    def raising(x):
         calls.append(1)
         if len(calls) > 1:
             raise ValueError("no such layer")
@@ -48,7 +43,7 @@ def raises_in_the_capture() -> Callable[[Tensor], Tensor]:
     return raising
 
 
-def as_it_is(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def as_it_is(fn):
     return fn
 
 
@@ -58,7 +53,7 @@ def test_w23_an_error_while_capturing_leaves_nothing_open(rig, kind):
         return  # a capture on a device runs no splitting op
     state, raising = rig.rand(3).zero_(), kind(raises_in_the_capture())
 
-    def broken(x: Tensor) -> Tensor:
+    def broken(x):
         y = attend(x * 2)
         state.add_(y)
         return raising(y * 2)
@@ -72,7 +67,7 @@ def test_w23_an_error_while_capturing_leaves_nothing_open(rig, kind):
 def test_what_the_failed_graph_wrote_is_restored(make_replay_rig):
     state, raising = torch.zeros(3), raises_in_the_capture()
 
-    def broken(x: Tensor) -> Tensor:
+    def broken(x):
         state.add_(x)
         return raising(x)
 
@@ -82,7 +77,7 @@ def test_what_the_failed_graph_wrote_is_restored(make_replay_rig):
 
 
 def test_an_interrupt_passes_unchanged_and_cleans_up(rig):
-    def interrupted(x: Tensor) -> Tensor:
+    def interrupted(x):
         x = attend(x * 2) * 2
         raise KeyboardInterrupt
 
@@ -94,7 +89,7 @@ def test_an_interrupt_passes_unchanged_and_cleans_up(rig):
 def test_failure_34_the_pool_survives_a_failed_first_capture(rig):
     kept, raising = [], raises_in_the_capture()
 
-    def broken(x: Tensor) -> Tensor:
+    def broken(x):
         kept.append(x * 2)
         return raising(x)
 
@@ -107,7 +102,7 @@ def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig):
     broken = []
 
     @break_graph
-    def moody(x: Tensor) -> Tensor:
+    def moody(x):
         if broken:
             raise ValueError("no such request")
         return x + 1

@@ -1,7 +1,5 @@
 """A session prepares once, pauses garbage collection, and restores everything."""
 
-from __future__ import annotations
-
 import gc
 import threading
 
@@ -60,9 +58,9 @@ def test_an_error_inside_closes_the_session(rig):
 
 def test_sessions_of_two_threads_take_turns(make_replay_rig):
     rig = make_replay_rig()
-    inside: list[str] = []
+    inside = []
 
-    def other() -> None:
+    def other():
         with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
             inside.append("other")
 

@@ -9,9 +9,7 @@ import itertools
 import pickle
 import re
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +19,12 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
-    Decision,
     GraphMode,
     PreparedModel,
     get_forward_context,
     prepare,
 )
-from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
@@ -47,7 +44,7 @@ class Metadata:
     factors: list[float] = field(default_factory=lambda: [1.0])
 
 
-def attend(query: Tensor, out: Tensor) -> None:
+def attend(query, out):
     context = get_forward_context()
     metadata, kv = context.metadata, context.layers["kv"]
     table, lens = metadata.table[: len(query)], metadata.lens[: len(query)]
@@ -56,13 +53,13 @@ def attend(query: Tensor, out: Tensor) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Parameter(torch.rand(16, HIDDEN), requires_grad=False)
         self.adapters = nn.Parameter(torch.rand(3, HIDDEN), requires_grad=False)
         self.scale = nn.Buffer(torch.full((HIDDEN,), 0.5))
 
-    def forward(self, ids: Tensor, loras: Tensor, x: Tensor) -> Tensor:
+    def forward(self, ids, loras, x):
         query = self.embedding[ids] + self.adapters[loras] + x
         out = torch.empty_like(query)
         torch.ops.delayed_work.attend(query, out)
@@ -70,7 +67,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+def compiled(temporary_op):
     op = temporary_op("delayed_work::attend", "(Tensor q, Tensor(a!) out) -> ()", attend)
     tokens = "int64[num_tokens]"
     return compile_once(
@@ -95,21 +92,20 @@ class Scene:
     loras: Tensor = field(default_factory=lambda: torch.ones(4, dtype=torch.int64))
     x: Tensor = field(default_factory=lambda: torch.rand(4, HIDDEN))
 
-    def step(self) -> Tensor:
+    def step(self):
         decision = self.decide()
         inputs = self.ids[:4], self.loras, self.x
-        result: Tensor = self.prepared.run(decision, *inputs, metadata=self.metadata)
-        return result
+        return self.prepared.run(decision, *inputs, metadata=self.metadata)
 
-    def decide(self) -> Decision:
+    def decide(self):
         return self.prepared.dispatch(Batch(4, 4, is_decode=True, query_len=1))
 
 
 @pytest.fixture
-def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
+def make_scene(compiled):
     scenes = []
 
-    def make(mode: GraphMode, sizes: Any = (4, 8), settings: Any = None, **options: Any) -> Scene:
+    def make(mode, sizes=(4, 8), settings=None, **options):
         torch.manual_seed(1)
         model, kv = Model(), torch.rand(SLOTS, HIDDEN)
         ids = torch.arange(MAX_TOKENS)
@@ -144,7 +140,7 @@ def test_a_step_runs_when_its_result_is_read(make_scene):
     for mode in GRAPH_MODES:
         plain, late = make_scene(mode), make_scene(mode, delay=True)
         expected = plain.step().clone()
-        reads: list[Callable[[Tensor], Any]] = [
+        reads = [
             lambda r: r.tolist(),
             lambda r: r.numpy().tolist(),
             lambda r: np.asarray(r).tolist(),
@@ -206,54 +202,54 @@ def test_an_early_rewrite_gives_what_a_device_gives(make_scene, mode):
     assert torch.equal(result, plain.step())
 
 
-def inputs(scene: Scene) -> None:
+def inputs(scene):
     scene.x.zero_()
 
 
-def metadata(scene: Scene) -> None:
+def metadata(scene):
     scene.metadata.lens.add_(1)
 
 
-def tables(scene: Scene) -> None:
+def tables(scene):
     scene.metadata.table[0, 1] = 9
 
 
-def sampled_tokens(scene: Scene) -> None:
+def sampled_tokens(scene):
     scene.ids[:4] = torch.tensor([5, 6, 7, 8])
 
 
-def kv_freed_and_reused(scene: Scene) -> None:
+def kv_freed_and_reused(scene):
     scene.kv[3].fill_(9)
 
 
-def lora_indices(scene: Scene) -> None:
+def lora_indices(scene):
     scene.loras[1] = 2
 
 
-def refit_of_buffers(scene: Scene) -> None:
+def refit_of_buffers(scene):
     scene.model.scale.mul_(2)
 
 
-def refresh(scene: Scene) -> None:
+def refresh(scene):
     old = scene.model.embedding.data
     scene.model.embedding.data = old * 2
     old.zero_()  # its memory is given to others before the step ran
     scene.prepared.refresh()
 
 
-def pinned_staging(scene: Scene) -> None:
+def pinned_staging(scene):
     staging = torch.zeros(MAX_TOKENS)
     scene.metadata.lens.copy_(staging, non_blocking=True)
     staging.fill_(3)
 
 
-def pinned_staging_by_numpy(scene: Scene) -> None:
+def pinned_staging_by_numpy(scene):
     staging = np.zeros(MAX_TOKENS, np.float32)
     scene.metadata.lens.copy_(torch.from_numpy(staging), non_blocking=True)
     staging[:] = 3
 
 
-def two_streams(scene: Scene) -> None:
+def two_streams(scene):
     thread = threading.Thread(target=scene.metadata.table.zero_)
     thread.start()
     thread.join()
@@ -297,12 +293,12 @@ def test_failure_37_an_early_rewrite_is_found_and_named(make_scene, mode):
         rewrite_after(scene, rewrite)
 
 
-def rewrite_and_wait(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
+def rewrite_and_wait(scene, rewrite):
     rewrite(scene)
     scene.prepared.backend.synchronize()
 
 
-def rewrite_after(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
+def rewrite_after(scene, rewrite):
     """The same write is right once the steps have read."""
     scene.step()
     scene.prepared.reads_done().synchronize()
@@ -311,11 +307,11 @@ def rewrite_after(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
     scene.prepared.backend.synchronize()
 
 
-def release(scene: Scene) -> None:
+def release(scene):
     scene.prepared.release()
 
 
-def evict(scene: Scene) -> None:
+def evict(scene):
     scene.prepared.parts.strategies.capturer.captures.evict(scene.decide().graph_index)
 
 
@@ -340,11 +336,11 @@ def test_a_result_that_was_kept_is_found(make_scene, mode, free):
 def test_graphs_change_between_steps_in_flight(make_scene, mode, seed):
     """Captured again after new weights, evicted, released, captured: as without delay."""
 
-    def new_weights(scene: Scene) -> None:
+    def new_weights(scene):
         scene.model.embedding.data = scene.model.embedding.data * 2
         assert scene.prepared.refresh()
 
-    def capture(scene: Scene) -> None:
+    def capture(scene):
         scene.prepared.capture(lambda *facts: Metadata(scene.metadata.table * 0))
 
     plain = make_scene(mode)
@@ -374,11 +370,11 @@ def test_an_eviction_for_another_size_while_a_step_is_in_flight(make_scene, mode
         graph_bytes=10_000,
     )  # fmt: skip
 
-    def padding(*facts: Any) -> Metadata:
+    def padding(*facts):
         late.metadata.table.zero_()
         return late.metadata
 
-    def evict_by_dispatch() -> None:
+    def evict_by_dispatch():
         late.prepared._core.dummies.metadata_for = padding
         while not late.prepared.events.named("capture.evicted"):
             late.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
@@ -452,7 +448,7 @@ def test_what_is_read_in_place_may_not_be_rewritten_after_the_copies(make_scene,
 
 
 class Writes(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x, y):
         x.add_(1)
         return x * y
 
@@ -500,18 +496,16 @@ ON_DEVICE = [inputs, metadata, tables, sampled_tokens, kv_freed_and_reused, lora
 
 
 @pytest.fixture(scope="module")
-def attend_on_device() -> None:
+def attend_on_device():
     """Once: torch 2.11 refuses a second kernel."""
     torch.library.impl("delayed_work::attend", "cuda", attend)
 
 
 @pytest.fixture
-def device_scene(
-    compiled: tuple[Config, CompiledModel], attend_on_device: None
-) -> Iterator[Callable[..., Scene]]:
+def device_scene(compiled, attend_on_device):
     scenes = []
 
-    def make(mode: GraphMode) -> Scene:
+    def make(mode):
         torch.manual_seed(1)
         model, kv = Model().cuda(), torch.rand(SLOTS, HIDDEN).cuda()
         ids = torch.arange(MAX_TOKENS).cuda()
@@ -544,13 +538,13 @@ def test_on_a_device_other_streams_need_an_event(device_scene, mode):
     scene, stand_in, other = device_scene(mode), StandIn(), torch.cuda.Stream()
     state = [scene.kv, scene.ids, scene.metadata.table, scene.metadata.lens, scene.loras, scene.x]
 
-    def weights() -> list[Tensor]:
+    def weights():
         return [scene.model.embedding.data, scene.model.scale]
 
     before = [each.clone() for each in state + weights()]
     expected = scene.step().clone()
 
-    def is_right(rewrite: Callable[[Scene], None], event: Any, seed: int) -> bool:
+    def is_right(rewrite, event, seed):
         for tensor, content in zip(state + weights(), before, strict=True):
             tensor.copy_(content)
         torch.cuda.synchronize()
@@ -589,11 +583,11 @@ def test_steps_in_flight_and_their_failures_do_not_disturb_a_start(make_scene, f
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Buffer(torch.ones(HIDDEN))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.scale
 
 

@@ -1,9 +1,5 @@
 """From settings to the graph mode in use and the sizes that are captured."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from piecegraph import Config, GraphMode, RuntimeMode
@@ -12,17 +8,17 @@ from piecegraph.errors import FullModeUnsupported, InvalidSetting
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
-SERVING: dict[str, Any] = {
+SERVING = {
     "max_num_tokens": 8192,
     "splitting_ops": ("a::b",),
     "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
 }
 
 
-def sizes(**settings: Any) -> dict[RuntimeMode, list[int]]:
+def sizes(**settings):
     config = Config(**{**SERVING, **settings})
     plan = dispatch_plan(resolve_graph_mode(config).mode, config)
-    found: dict[RuntimeMode, list[int]] = {FULL: [], PIECEWISE: []}
+    found = {FULL: [], PIECEWISE: []}
     for entry in reversed(plan.entries):
         found[entry.mode].append(entry.descriptor.num_tokens)
     return found

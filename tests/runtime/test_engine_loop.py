@@ -12,9 +12,7 @@ import copy
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from torch import Tensor, nn
 
 from piecegraph import (
     Batch,
-    BatchDescriptor,
-    Config,
     ForwardContext,
     GraphMode,
     Lazy,
@@ -31,7 +27,7 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import bind
 
 from .conftest import compile_once, prepare_on_replay
 
@@ -51,56 +47,54 @@ class Metadata:
     table: Tensor = field(default_factory=lambda: torch.full((MAX_TOKENS, CONTEXT), RESERVED))
     mask: Tensor = field(default_factory=lambda: torch.zeros(MAX_TOKENS, CONTEXT))
 
-    def clear(self) -> None:
+    def clear(self):
         self.slots.fill_(RESERVED)
         self.table.fill_(RESERVED)
         self.mask.zero_()
 
-    def set(self, token: int, seen: list[int]) -> None:
+    def set(self, token, seen):
         """`token` attends to the cache slots `seen`; the last of them is its own."""
         self.slots[token] = seen[-1]
         self.table[token, : len(seen)] = torch.tensor(seen)
         self.mask[token, : len(seen)] = 1
 
 
-def attend(query: Tensor, out: Tensor, cache: Tensor) -> None:
+def attend(query, out, cache):
     """Sum of the cache rows that each token sees; some tokens that are padding see nothing."""
-    metadata: Metadata = get_forward_context().metadata
+    metadata = get_forward_context().metadata
     seen = cache[metadata.table[: len(query)]] * metadata.mask[: len(query), :, None]
     torch.remainder(seen.sum(1) + query, MODULUS, out=out)
 
 
-def store_and_attend(query: Tensor, out: Tensor, layer: str) -> None:
+def store_and_attend(query, out, layer):
     context = get_forward_context()
-    cache: Tensor = context.layers[layer]
+    cache = context.layers[layer]
     cache.index_copy_(0, context.metadata.slots[: len(query)], query)
     attend(query, out, cache)
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(whole(HIDDEN), requires_grad=False)
         self.adapters = nn.Parameter(whole(ADAPTERS + 1, HIDDEN), requires_grad=False)
         with torch.no_grad():
             self.adapters[0] = 0
 
-    def forward(self, x: Tensor, adapter_ids: Tensor) -> Tensor:
+    def forward(self, x, adapter_ids):
         return (x * self.weight + self.adapters[adapter_ids]).remainder(MODULUS)
 
 
 class Model(nn.Module):
     """Its first cache is written by compiled code, its second by an op that finds it by name."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.embedding = nn.Parameter(whole(VOCABULARY, HIDDEN), requires_grad=False)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.register_buffer("cache", torch.zeros(SLOTS, HIDDEN))
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, rope: Tensor, slots: Tensor, adapter_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, ids, positions, rope, slots, adapter_ids):
         x = self.embedding[ids] + positions[:, None].remainder(5) + rope.sum(0)[:, None]
         for index, layer in enumerate(self.layers):
             x = layer(x, adapter_ids)
@@ -114,7 +108,7 @@ class Model(nn.Module):
         return x, x.sum(1)
 
 
-def whole(*shape: int) -> Tensor:
+def whole(*shape):
     return torch.randint(1, 9, shape).float()
 
 
@@ -131,16 +125,14 @@ class Request:
 class Served:
     """A prepared model, and the same model run eagerly on caches of its own."""
 
-    def __init__(
-        self, model: Model, compiled: tuple[Config, CompiledModel], **settings: Any
-    ) -> None:
+    def __init__(self, model, compiled, **settings):
         self.model, self.plain = model, copy.deepcopy(model)
         self.kv, self.plain_kv = torch.zeros(SLOTS, HIDDEN), torch.zeros(SLOTS, HIDDEN)
         self.layers, self.plain_layers = {"kv": self.kv}, {"kv": self.plain_kv}
         self.metadata, self.plain_metadata = Metadata(), Metadata()
         self.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
         self.rope = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
-        self.modes: Counter[RuntimeMode] = Counter()
+        self.modes = Counter()
         self.releases = 0
         config, traced = compiled
         buffers = {"positions": self.positions, "rope": self.rope}
@@ -151,16 +143,16 @@ class Served:
         )  # fmt: skip
         self.watch()
 
-    def watch(self) -> None:
+    def watch(self):
         self.prepared.watch("kv", self.layers["kv"])
         for name, tensor in vars(self.metadata).items():
             self.prepared.watch(name, tensor)
 
-    def dummy_metadata(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Metadata:
+    def dummy_metadata(self, descriptor, mode):
         self.metadata.clear()
         return self.metadata
 
-    def step(self, batch: Batch, scheduled: list[tuple[Request, int]]) -> None:
+    def step(self, batch, scheduled):
         """Run one step of requests with their numbers of new tokens, and compare."""
         n = batch.num_tokens
         decision = self.prepared.dispatch(batch)  # may capture, and clear the metadata
@@ -189,7 +181,7 @@ class Served:
             assert torch.equal(cache[:RESERVED], plain[:RESERVED]), (decision, "KV cache")
         results[0].unsqueeze_(0)  # what a caller does to a result concerns no later step
 
-    def change(self, choice: int) -> None:
+    def change(self, choice):
         """Replace weights, a layer or a cache between two steps, or free and capture graphs."""
         model, plain, prepared = self.model, self.plain, self.prepared
         if choice == 0:  # in place: nothing to follow
@@ -220,13 +212,13 @@ class Served:
 class Engine:
     """A target and a draft model with the same requests; `serve` runs in one thread."""
 
-    def __init__(self, seed: int, target: Served, draft: Served) -> None:
+    def __init__(self, seed, target, draft):
         self.random, self.target, self.draft = random.Random(seed), target, draft
         self.free = list(range(RESERVED))
-        self.requests: list[Request] = []
-        self.fault: BaseException | None = None
+        self.requests = []
+        self.fault = None
 
-    def serve(self, steps: int) -> None:
+    def serve(self, steps):
         try:
             for served in (self.target, self.draft):
                 served.prepared.capture(served.dummy_metadata)
@@ -241,14 +233,14 @@ class Engine:
         except BaseException as fault:
             self.fault = fault
 
-    def step(self) -> None:
+    def step(self):
         """One step of each model over the same tokens."""
         while len(self.requests) < MAX_REQS and self.random.random() < 0.4:
             prompt, tokens = self.random.randint(1, 20), self.random.randint(1, 25)
             self.requests.append(Request(prompt, tokens, self.random.randint(0, ADAPTERS)))
         prefilling = [r for r in self.requests if r.prompt_left]
         length = self.random.choice((1, DRAFTS + 1))
-        scheduled: list[tuple[Request, int]] = []
+        scheduled = []
         budget = MAX_TOKENS
         for request in self.requests:
             if budget:
@@ -273,7 +265,7 @@ class Engine:
         for request, new in scheduled:
             self._advance(request, new)
 
-    def _advance(self, request: Request, new: int) -> None:
+    def _advance(self, request, new):
         if request.prompt_left:
             request.prompt_left -= new
             return
@@ -287,7 +279,7 @@ class Engine:
             self.requests.remove(request)
 
 
-def compiled(model: Model) -> tuple[Config, CompiledModel]:
+def compiled(model):
     rows = "int64[num_tokens]"
     return compile_once(
         model,
@@ -310,7 +302,7 @@ def compiled(model: Model) -> tuple[Config, CompiledModel]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     schema = "(Tensor query, Tensor(a!) out, Tensor cache) -> ()"
     temporary_op("engine_loop::attend", schema, attend)
     schema = "(Tensor query, Tensor(a!) out, str layer) -> ()"

@@ -1,7 +1,5 @@
 """The forward context exists in a step only, per thread, and is restored on errors."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -37,9 +35,9 @@ def test_w23_an_error_restores_the_context():
 
 
 def test_threads_do_not_share_it():
-    seen: list[type[BaseException]] = []
+    seen = []
 
-    def look() -> None:
+    def look():
         try:
             get_forward_context()
         except OutsideStep as error:
@@ -54,4 +52,4 @@ def test_threads_do_not_share_it():
 
 def test_it_has_no_other_attributes():
     with pytest.raises(AttributeError):
-        ForwardContext({}).batch = 1  # type: ignore[attr-defined]
+        ForwardContext({}).batch = 1

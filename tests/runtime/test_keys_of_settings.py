@@ -1,9 +1,6 @@
 """Which keys a setting is in: the trace key, the codegen keys, both or none."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +15,17 @@ from piecegraph.settings import setting_names
 CPU = torch.device("cpu")
 
 
-def other_pass(graph: Any) -> None:
+def other_pass(graph):
     graph.lint()
 
 
-def by_name(node: Any) -> bool:
+def by_name(node):
     return "attention" in node.name
 
 
 BOTH, TRACE, NONE = (True, True), (True, False), (False, False)
 
-OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
+OTHER = {
     "inputs": ({"x": "float32[num_tokens, 4]"}, TRACE),
     "max_num_tokens": (77, TRACE),
     "max_num_reqs": (3, NONE),
@@ -80,13 +77,13 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
 OBJECTS = {"tracing", "codegen", "sizes", "variants", "attention", "steps", "shadow"}
 
 
-def keys(config: Config) -> tuple[str, str]:
+def keys(config):
     compiling = compile_config(config)
     codegen = codegen_key(machine_key(compiling.code, CPU), "piece", compiling.passes, None)
     return trace_key(torch.nn.Linear(4, 4), compiling, CPU).digest, codegen.digest
 
 
-def changed_keys(name: str, value: Any) -> tuple[bool, bool]:
+def changed_keys(name, value):
     inputs = {"x": "float32[num_tokens, other]"}
     base = Config(inputs=inputs, strategy="lazy" if name.startswith("strategy.") else "eager")
     before, after = keys(base), keys(base.changed(**{name: value}))
@@ -141,7 +138,7 @@ def test_autotuned_code_is_another_artifact():
 
 
 def test_pass_with_other_source_is_another_key():
-    def same_name(gain: int) -> Any:
+    def same_name(gain):
         return lambda graph: graph.lint() or gain
 
     keyed = {keys(Config(codegen={"passes": {"own": same_name(gain)}}))[1] for gain in (1, 2)}
@@ -149,7 +146,7 @@ def test_pass_with_other_source_is_another_key():
 
 
 class Uuid:
-    def uuid(self) -> bytes:
+    def uuid(self):
         return b"1"
 
 
@@ -164,9 +161,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "match"), OPTIONS)
-def test_what_inductor_or_a_key_would_refuse_is_refused_when_a_config_is_made(
-    options: dict[str, Any], match: str
-) -> None:
+def test_what_inductor_or_a_key_would_refuse_is_refused_when_a_config_is_made(options, match):
     with pytest.raises(InvalidSetting, match=match):
         Config(codegen={"inductor_options": options})
 

@@ -1,16 +1,13 @@
 """Which tensors a recording keeps alive, and that a trace leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.testing import assert_close
 
@@ -25,18 +22,18 @@ from .conftest import found_by, strict_backend, tensors_alive
 
 
 @pytest.fixture(autouse=True)
-def recordings_own_no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+def recordings_own_no_bridge(monkeypatch):
     """As on a device, where tensors that a graph made are held weakly."""
     monkeypatch.setattr(ReplayBackend, "weak", lambda self, tensor: unowned_alias(tensor))
 
 
-def churn(rig: Any) -> list[Tensor]:
+def churn(rig):
     """Allocate over memory of these sizes that was freed too early."""
     return [torch.full((8, 8), float("nan"), device=rig.device) for _ in range(64)]
 
 
 @break_graph
-def look_up(q: Tensor, table: Tensor) -> Tensor:
+def look_up(q, table):
     return q @ table
 
 
@@ -56,7 +53,7 @@ def look_up(q: Tensor, table: Tensor) -> Tensor:
 def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig, read):
     expected, x = rig.rand(8, 8), rig.rand(8, 8)
 
-    def record_with_temporary() -> Any:
+    def record_with_temporary():
         temporary = expected.clone().t().t()
         return rig.record(lambda x: read(x, temporary), x)
 
@@ -71,11 +68,11 @@ def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig, read):
 
 def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig):
     @break_graph
-    def through(q: Tensor, workspace: Tensor) -> Tensor:
+    def through(q, workspace):
         workspace.copy_(q)
         return workspace * 2
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         workspace = torch.empty(8, 8, device=rig.device)
         return through(x + 1, workspace) + workspace
 
@@ -91,10 +88,10 @@ def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig):
 
 def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig):
     @break_graph
-    def attend(q: Tensor, out: Tensor) -> None:
+    def attend(q, out):
         out.copy_(q.cumsum(0))
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         for _ in range(3):
             q = x * 2
             out = torch.empty_like(q)
@@ -121,10 +118,10 @@ def test_failure_16_failure_17_bridges_are_held_until_the_session_is_finalized(r
     held = {}
 
     @break_graph
-    def attend(q: Tensor, out: Tensor) -> None:
+    def attend(q, out):
         out.copy_(q)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         q = x * 2
         out = torch.empty_like(q)
         held[len(x)] = [weakref.ref(q), weakref.ref(out)]  # of the capture, not of its warm-up run
@@ -157,13 +154,13 @@ def test_an_unowned_alias_reads_and_writes_without_keeping_alive():
 
 def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig):
     @break_graph
-    def attend(q: Tensor) -> Tensor:
+    def attend(q):
         return q.cumsum(0)
 
     rig = make_replay_rig()
     x = rig.rand(4)
 
-    def cycle() -> None:
+    def cycle():
         with capture_session(rig.backend, rig.pool, rig.events, prepare=False) as session:
             recording = record(lambda x: attend(x * 2) + 1, (x,), session, name="c", breaks=True)
         recording.replay()
@@ -182,18 +179,18 @@ def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig):
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x) * torch.arange(x.shape[0])[:, None]
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
 def test_traces_of_models_that_are_gone_are_freed(shapes):
-    def prepare_and_drop() -> None:
+    def prepare_and_drop():
         config = Config(
             inputs={"x": "float32[num_tokens, 4]"},
             max_num_tokens=16,
@@ -205,7 +202,7 @@ def test_traces_of_models_that_are_gone_are_freed(shapes):
         prepare(Scaled(), config, backend=strict_backend())
         gc.collect()
 
-    def alive() -> Counter[str]:
+    def alive():
         kinds = {"ShapeEnv", "FakeTensorMode", "FakeTensor", "GraphModule", "OutputGraph"}
         names = (type(thing).__name__ for thing in gc.get_objects())
         return Counter(name for name in names if name in kinds) + Counter(globals=len(globals()))
@@ -226,7 +223,7 @@ def test_closed_models_leave_no_objects(monkeypatch):
         cache=False,
     )  # fmt: skip
 
-    def objects_after(cycles: int) -> int:
+    def objects_after(cycles):
         for _ in range(cycles):
             prepared = prepare(nn.Linear(8, 8).requires_grad_(False), config)
             prepared.capture()

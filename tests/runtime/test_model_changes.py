@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import piecegraph as pg
 from piecegraph.compile.conditions.conditions import checked
@@ -25,43 +24,43 @@ FULL = {"graph_mode": "FULL", "attention": {"support": pg.AttentionSupport.ALWAY
 class Adapted(nn.Module):
     """A linear layer with two low-rank adapters, in the manner of peft."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.base = nn.Linear(8, 8)
         self.adapters = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "ab"})
         self.active = ["a"]
-        self.merged: list[str] = []
+        self.merged = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         result = self.base(x)
         if not self.merged:
             for name in self.active:
                 result = result + self.adapters[name](x)
         return result
 
-    def merge(self) -> None:
+    def merge(self):
         self.base.weight.data += self.adapters["a"].weight.data
         self.merged.append("a")
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Adapted() for _ in range(3))
         self.dropout = nn.Dropout(0.5)
         self.settings, self.act = Settings(), torch.relu
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return self.dropout(x)
 
 
-def hook(module: nn.Module, args: object, result: Tensor) -> Tensor:
+def hook(module, args, result):
     return result * 2
 
 
-CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
+CHANGES = {
     "switched": (lambda m: setattr(m.layers[1], "active", ["b"]), "layers.1.active[0]: 'a' -> 'b'"),
     "in place": (lambda m: m.layers[2].active.append("b"), "layers.2.active length: 1 items -> 2"),
     "merged": (lambda m: m.layers[0].merge(), "layers.0.merged length: 0 items -> 1 items"),
@@ -78,7 +77,7 @@ class Settings:
     heads: int = 2
 
 
-UNTRACED: dict[str, tuple[Callable[[Model], object], str]] = {
+UNTRACED = {
     **CHANGES,
     "switched": (CHANGES["switched"][0], "layers.1.active: ['a'] -> ['b']"),
     "in place": (CHANGES["in place"][0], "layers.2.active: ['a'] -> ['a', 'b']"),
@@ -92,23 +91,23 @@ UNTRACED: dict[str, tuple[Callable[[Model], object], str]] = {
 
 
 @pytest.fixture
-def model() -> Model:
+def model():
     torch.manual_seed(0)
     return Model().eval().requires_grad_(False)
 
 
 @pytest.fixture
-def prepared(model: Model) -> Iterator[pg.PreparedModel]:
+def prepared(model):
     settings = {"compiler": "eager", "cache": False, "inputs": {"x": "float32[num_tokens,8]"}}
     with torch.no_grad():
         yield pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
 
 
-def step(prepared: pg.PreparedModel, x: Tensor) -> Tensor:
+def step(prepared, x):
     return prepared(x, batch=BATCH)
 
 
-def run_steps(prepared: pg.PreparedModel, x: Tensor, count: int) -> None:
+def run_steps(prepared, x, count):
     for _ in range(count):
         step(prepared, x)
 
@@ -130,7 +129,7 @@ def test_a_change_is_an_error(model, prepared, monkeypatch, change):
 
 
 @pytest.fixture
-def untraced(model: Model) -> pg.PreparedModel:
+def untraced(model):
     settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
     return pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings))
 
@@ -175,11 +174,11 @@ def test_sglang_38943_steps_of_graphs_of_a_model_that_is_not_traced_find_a_chang
 class Counting(nn.Module):
     """A model whose forward changes what it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls, self.seen, self.last = 0, list[int](), None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += 1
         self.seen.append(x.shape[0])
         self.last = x * 2
@@ -263,12 +262,12 @@ def test_adapters_of_peft_are_switched_and_merged_while_serving():
     settings = {"compiler": "eager", "cache": False, "inputs": {"input": "float32[num_tokens,8]"}}
     x = torch.randn(5, 8)
 
-    def serve_until_it_is_noticed() -> str:
+    def serve_until_it_is_noticed():
         with pytest.raises(ModelChanged) as noticed:
             run_steps(prepared, x, 100_000)
         return str(noticed.value)
 
-    def prepare_again() -> pg.PreparedModel:
+    def prepare_again():
         prepared = pg.prepare(served, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
         prepared.capture()
         torch.testing.assert_close(step(prepared, x), served(x))

@@ -1,12 +1,8 @@
 """The cache that the settings describe: layers and trust, limits, and no directory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,11 +24,11 @@ from ..cache.children import fork, status
 KEY = Key.of("trace", {"model": "m"})
 
 
-def filled(root: Path) -> Entry:
+def filled(root):
     return Cache(root, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
 
 
-def found(**settings: Any) -> Any:
+def found(**settings):
     return open_cache(Config(**settings), Events()).lookup("bundle", KEY)
 
 
@@ -40,7 +36,7 @@ def test_shared_directory_is_trusted_as_configured(tmp_path):
     entry = filled(tmp_path / "image")
     at = str(tmp_path / "image")
 
-    def with_layer(number: int, **layer: Any) -> Any:
+    def with_layer(number, **layer):
         return found(cache_dir=tmp_path / str(number), cache={"layers": ({"at": at, **layer},)})
 
     assert with_layer(1, trust="anybody").layer == f"shared:{at}"
@@ -98,7 +94,7 @@ def test_directory_on_a_read_only_file_system_is_read(tmp_path):
 SKIPPED = 77
 
 
-def remount_and_look_up(root: Path) -> None:
+def remount_and_look_up(root):
     """In a mount namespace of this process; exits with SKIPPED where that is not allowed."""
     events = Events()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -133,15 +129,15 @@ def test_directory_open_to_others_is_refused_with_the_command_that_fixes_it(tmp_
 
 
 class Doubling(torch.nn.Module):
-    def __init__(self, gain: int = 2) -> None:
+    def __init__(self, gain=2):
         super().__init__()
         self.gain = gain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.gain
 
 
-SETTINGS: dict[str, Any] = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_tokens": 32}
+SETTINGS = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_tokens": 32}
 
 
 def test_why_of_a_cache_without_entries(tmp_path):
@@ -154,20 +150,20 @@ def test_why_of_a_cache_without_entries(tmp_path):
 class Fleet:
     """A bundle of `Doubling` at a URL, and a machine with an empty directory that asks for it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.bucket = directory / "bucket"
         self.url = f"file://{self.bucket}"
         layers = ({"at": self.url, "trust": "anybody"},)
         self.config = Config(cache_dir=directory / "own", cache={"layers": layers}, **SETTINGS)
         self.store({"conditions": "none"})
 
-    def store(self, meta: dict[str, Any]) -> None:
+    def store(self, meta):
         key = explain_miss(Doubling(), self.config).key
         assert key is not None
         writer = RemoteLayer(self.url, trust_all, write_back=True)
         Cache(None, Events(), shared=[writer]).publish("bundle", key, meta, {"plan.json": b"{}"})
 
-    def missing(self, **changes: Any) -> str:
+    def missing(self, **changes):
         """The error of a start that may use nothing but its bundle; it says what `why` says."""
         config = self.config.changed(**changes)
         answer = explain_miss(Doubling(), config)
@@ -182,7 +178,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Fleet:
+def fleet(tmp_path):
     return Fleet(tmp_path)
 
 
@@ -210,7 +206,7 @@ def test_a_refused_bundle_is_explained_by_its_conditions_alone(fleet):
 def test_a_layer_that_fails_is_named_with_advice_that_fits(
     fleet, monkeypatch, fault, reason, advice
 ):
-    def fetch(layer: RemoteLayer, path: str, size: int) -> bytes:
+    def fetch(layer, path, size):
         if isinstance(fault, bytes):
             return fault
         raise fault

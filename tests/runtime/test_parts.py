@@ -7,17 +7,16 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
 
 import piecegraph as pg
-from piecegraph import Batch, Config, PreparedModel
+from piecegraph import Batch, Config
 from piecegraph.errors import (
     AutocastActive,
     BatchExceeded,
@@ -28,11 +27,8 @@ from piecegraph.errors import (
     StepInProgress,
 )
 from piecegraph.runtime import assemble
-from piecegraph.runtime.capture.installed_graph import InstalledGraph
 from piecegraph.runtime.core.check import Check
-from piecegraph.runtime.core.code import ModelCode
 from piecegraph.runtime.core.steps import CORE_CHECKS, GRAPH_CHECKS
-from piecegraph.runtime.core_model import CoreModel
 from piecegraph.runtime.part import Part
 from piecegraph.runtime.setup.switches import PARTS
 
@@ -41,17 +37,15 @@ BATCH = Batch(3, 3, is_decode=True, query_len=1)
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.arange(8.0).view(8, 1), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.nn.functional.linear(x, self.weight.t().expand(4, 8))
 
 
-def prepared_model(
-    backend: Any = None, input_buffers: Any = None, **settings: Any
-) -> PreparedModel:
+def prepared_model(backend=None, input_buffers=None, **settings):
     config = Config(
         inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
@@ -66,68 +60,68 @@ class Noting(Part):
     name = "noting"
     offers: ClassVar = {"noted": "noted"}
 
-    def __init__(self, core: CoreModel) -> None:
-        self.noted: list[str] = []
+    def __init__(self, core):
+        self.noted = []
         self.steps = 0
 
-    def before_step(self, batch: Batch | None) -> None:
+    def before_step(self, batch):
         self.noted.append("before_step")
 
-    def decided(self, *facts: Any) -> bool:
+    def decided(self, *facts):
         self.noted.append("decided")
         return False
 
-    def checks(self, runs: InstalledGraph | ModelCode) -> list[Check]:
+    def checks(self, runs):
         return [Check("noting", self._count)]
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*step: Any) -> Any:
+    def around(self, run):
+        def noted(*step):
             self.noted.append("around")
             return run(*step)
 
         return noted
 
-    def captured(self, graph: InstalledGraph) -> None:
+    def captured(self, graph):
         self.noted.append(f"captured {graph.index}")
 
-    def freed(self, graph: InstalledGraph) -> None:
+    def freed(self, graph):
         self.noted.append(f"freed {graph.index}")
 
-    def code_replaced(self, code: ModelCode) -> None:
+    def code_replaced(self, code):
         self.noted.append("code_replaced")
 
-    def watched(self, name: str) -> None:
+    def watched(self, name):
         self.noted.append(f"watched {name}")
 
-    def refreshing(self) -> None:
+    def refreshing(self):
         self.noted.append("refreshing")
 
-    def sealed(self) -> None:
+    def sealed(self):
         self.noted.append("sealed")
 
-    def released(self) -> None:
+    def released(self):
         self.noted.append("released")
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error):
         self.noted.append(f"failed {type(error).__name__}")
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self):
         return {"noting": self.steps}
 
-    def close(self) -> None:
+    def close(self):
         self.noted.append("close")
 
-    def _count(self, *step: Any) -> None:
+    def _count(self, *step):
         self.noted.append("check")
         self.steps += 1
 
 
 @pytest.fixture
-def noting(monkeypatch: pytest.MonkeyPatch) -> None:
+def noting(monkeypatch):
     """Each prepared model has a `Noting` part as its last one."""
     parts_of = assemble.parts_of
 
-    def with_noting(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+    def with_noting(core, beginning):
         yield from parts_of(core, beginning)
         yield Noting(core)
 
@@ -141,7 +135,7 @@ def test_a_part_is_told_what_it_asks_for():
     prepared = prepared_model()
     noted = prepared.noted
 
-    def since() -> list[str]:
+    def since():
         told, noted[:] = noted[:], []
         return told
 
@@ -183,7 +177,7 @@ def test_a_dropped_model_whose_capture_failed_is_freed_at_once():
     prepared.parts.log.observe(Counting())
     gone = weakref.ref(prepared)
 
-    def fails(call: Callable[[], object]) -> None:
+    def fails(call):
         try:
             call()
         except pg.PiecegraphError:
@@ -208,18 +202,18 @@ def test_each_check_of_the_core_that_is_listed_refuses_a_step():
     decision, wide = prepared.dispatch(BATCH), Batch(9, 9, is_decode=True, query_len=1)
     stranger = replace(decision, descriptor=prepared.dispatch(wide).descriptor)
 
-    def under_autocast() -> None:
+    def under_autocast():
         with torch.autocast("cpu"):
             prepared.run(decision, buffer[:3])
 
-    def inside_a_step() -> None:
+    def inside_a_step():
         prepared._core.steps.running = True
         try:
             prepared.run(decision, buffer[:3])
         finally:
             prepared._core.steps.running = False
 
-    refused: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    refused = {
         "autocast is off": (AutocastActive, under_autocast),
         "forms and sizes of inputs, and fixed arguments": (
             InputMismatch, lambda: prepared.run(decision, torch.ones(3, 9))
@@ -273,7 +267,7 @@ def test_where_no_graph_is_planned_a_step_compares_few_addresses_unless_all_are_
     assert "all in each step" in str(prepared.checks())
 
 
-def scenario(prepared: PreparedModel) -> dict[str, Any]:
+def scenario(prepared):
     """What a prepared model does in a life, without times."""
     results = []
     prepared.parts.log.keep(100)
@@ -301,7 +295,7 @@ def test_an_order_that_does_not_matter_changes_nothing(monkeypatch, seed):
     expected = scenario(prepared_model())
     parts_of = assemble.parts_of
 
-    def shuffled(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+    def shuffled(core, beginning):
         parts = list(parts_of(core, beginning))
         order = random.Random(seed)
         while True:
@@ -317,10 +311,10 @@ def test_an_order_that_does_not_matter_changes_nothing(monkeypatch, seed):
 
 
 class Counting(pg.StepObserver):
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps = 0
 
-    def ended(self, *step: Any) -> None:
+    def ended(self, *step):
         self.steps += 1
 
 
@@ -330,7 +324,7 @@ class Counting(pg.StepObserver):
 def test_observers_are_not_told_of_the_runs_of_a_proof(monkeypatch, proof_first, steps):
     parts_of = assemble.parts_of
 
-    def ordered(core: CoreModel, beginning: assemble.Beginning) -> Iterator[Part]:
+    def ordered(core, beginning):
         parts = list(parts_of(core, beginning))
         return iter(parts if proof_first else parts[::-1])
 

@@ -1,16 +1,14 @@
 """What `prepare` and its settings refuse before anything is compiled."""
 
-from __future__ import annotations
-
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Config, compile_ahead, prepare
 from piecegraph.errors import InvalidSetting
 
 
 class Model(nn.Module):
-    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+    def forward(self, x, unused):
         return x * 2
 
 

@@ -1,7 +1,5 @@
 """When graphs are proved, on a clock that only steps and proofs move."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -4,22 +4,17 @@ Some of the models mix rows, depend on the padded size, keep state, or return vi
 small integers, so that every order of additions gives the same sum.
 """
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import (
     Batch,
     Config,
     ForwardContext,
-    PreparedModel,
     forward_context,
     get_forward_context,
     prepare,
@@ -33,43 +28,43 @@ MAX_TOKENS, HIDDEN, MODULUS, SLOTS = 16, 4, 97, 40
 RESERVED = SLOTS - 1
 
 
-def attend(x: Tensor, out: Tensor) -> None:
+def attend(x, out):
     """out[i] = the sum of the rows of i's request up to i; `starts` keeps its place."""
     starts = get_forward_context().layers["starts"][: len(x)]
     total = x.cumsum(0)
     out.copy_((total - total[starts] + x[starts]).remainder(MODULUS))
 
 
-def attend_in_place(x: Tensor) -> None:
+def attend_in_place(x):
     attend(x.clone(), x)
 
 
-def attended(x: Tensor) -> Tensor:
+def attended(x):
     out = torch.empty_like(x)
     attend(x, out)
     return out
 
 
-BLOCKS: dict[str, Callable[[Any, Tensor, Tensor, Tensor], Tensor]] = {}
+BLOCKS = {}
 
 
-def block(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def block(fn):
     BLOCKS[fn.__name__] = fn
     return fn
 
 
 @block
-def scale(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def scale(layer, x, ids, wide):
     return x * layer.weight + layer.table[ids.remainder(5)]
 
 
 @block
-def branch_free(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def branch_free(layer, x, ids, wide):
     return torch.where(x > 40, x - 7, x + wide.sum(0)[:, None])
 
 
 @block
-def in_place(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def in_place(layer, x, ids, wide):
     y = x.clone()
     y.add_(3)
     y[:, 1:].mul_(2)
@@ -77,62 +72,62 @@ def in_place(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
 
 
 @block
-def reshaped(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def reshaped(layer, x, ids, wide):
     return torch.cat([x.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4), x], -1)[:, ::2]
 
 
 @block
-def heads(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def heads(layer, x, ids, wide):
     out = torch.empty(x.shape[0], 2, 2).view(-1, HIDDEN)
     torch.ops.random_models.attend(x, out)
     return x + out
 
 
 @block
-def op_in_place(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def op_in_place(layer, x, ids, wide):
     y = x + 1
     torch.ops.random_models.attend_in_place(y)
     return y
 
 
 @block
-def op_result(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
-    return torch.ops.random_models.attended(x) + x  # type: ignore[no-any-return]
+def op_result(layer, x, ids, wide):
+    return torch.ops.random_models.attended(x) + x
 
 
 @block
-def counted(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def counted(layer, x, ids, wide):
     layer.steps.add_(1)
     return x + layer.steps
 
 
 @block
-def cached(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def cached(layer, x, ids, wide):
     layer.cache.index_copy_(0, ids, x)
     return x + layer.cache[ids]
 
 
 @block
-def sized(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def sized(layer, x, ids, wide):
     return x + x.shape[0]
 
 
 @block
-def pooled(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def pooled(layer, x, ids, wide):
     return x + x.sum(0)
 
 
 @block
-def last_row(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def last_row(layer, x, ids, wide):
     return x + x[-1]
 
 
 @block
-def flipped(layer: Any, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+def flipped(layer, x, ids, wide):
     return x + x.flip(0)
 
 
-RESULTS: list[Callable[[Tensor, Tensor], Any]] = [
+RESULTS = [
     lambda x, ids: x,
     lambda x, ids: (x, x.sum(1)),
     lambda x, ids: {"x": x[:, :2], "ids": ids, "n": x.shape[0]},
@@ -148,7 +143,7 @@ HARMLESS = ["scale", "branch_free", "in_place", "reshaped", "heads", "op_in_plac
 
 
 class Layer(nn.Module):
-    def __init__(self, block: str) -> None:
+    def __init__(self, block):
         super().__init__()
         self.block = BLOCKS[block]
         self.weight = nn.Parameter(whole(HIDDEN), requires_grad=False)
@@ -156,28 +151,28 @@ class Layer(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("cache", torch.zeros(SLOTS, HIDDEN))
 
-    def forward(self, x: Tensor, ids: Tensor, wide: Tensor) -> Tensor:
+    def forward(self, x, ids, wide):
         return self.block(self, x, ids, wide).remainder(MODULUS)
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: list[str], result: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, blocks, result):
         super().__init__()
         self.layers = nn.ModuleList(map(Layer, blocks))
         self.result = result
 
-    def forward(self, x: Tensor, ids: Tensor, wide: Tensor) -> Any:
+    def forward(self, x, ids, wide):
         for layer in self.layers:
             x = layer(x, ids, wide)
         return self.result(x, ids)
 
 
-def whole(*shape: int) -> Tensor:
+def whole(*shape):
     return torch.randint(1, 9, shape).float()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     temporary_op("random_models::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
     temporary_op("random_models::attend_in_place", "(Tensor(a!) x) -> ()", attend_in_place)
     temporary_op("random_models::attended", "(Tensor x) -> Tensor", attended, torch.empty_like)
@@ -186,7 +181,7 @@ def ops(temporary_op: Callable[..., str]) -> None:
 class Steps:
     """Steps of one model, prepared and eager, on states of their own."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         self.draw = draw
         self.blocks = [
             draw.choice(draw.choice([HARMLESS, [*BLOCKS]])) for _ in range(draw.randint(2, 5))
@@ -210,14 +205,14 @@ class Steps:
         self.what = f"{self.blocks} {self.facts}"
         read = "branch_free" in self.blocks
         buffers = {"wide": self.wide} if read and draw.random() < 0.5 else {}
-        self.prepared: PreparedModel = prepare(
+        self.prepared = prepare(
             self.model, self.config(), layers={"starts": self.starts}, input_buffers=buffers,
             backend=strict_backend(poison_old_results=True),
         )  # fmt: skip
         self.prepared.capture()
         self.prepared.seal()
 
-    def config(self) -> Config:
+    def config(self):
         return Config(
             splitting_ops=tuple({OPS[name] for name in self.blocks if name in OPS}),
             inputs={
@@ -234,7 +229,7 @@ class Steps:
             **self.facts,
         )
 
-    def step(self) -> None:
+    def step(self):
         decode = self.draw.random() < 0.5
         lengths = [1 if decode else self.draw.randint(1, 5) for _ in range(self.draw.randint(1, 5))]
         n = sum(lengths[:3]) if not decode else len(lengths)
@@ -261,7 +256,7 @@ class Steps:
             rows = slice(RESERVED) if name.endswith("cache") else ...
             assert torch.equal(mine[rows], other[rows]), name
 
-    def change(self) -> None:
+    def change(self):
         """Between two steps: new weights, a new layer, or graphs that are freed."""
         index = self.draw.randrange(len(self.plain.layers))
         match self.draw.randrange(3):

@@ -1,14 +1,10 @@
 """What a recording consists of, and that replaying it equals running the function."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import (
@@ -33,16 +29,16 @@ GRAPH, EAGER = "graph", "eager"
 
 
 @break_graph
-def attend(q: Tensor, out: Tensor) -> None:
+def attend(q, out):
     out.copy_(q.cumsum(0))
 
 
 @break_graph
-def attend_fresh(q: Tensor) -> Tensor:
+def attend_fresh(q):
     return q.cumsum(0)
 
 
-def layers(x: Tensor) -> Tensor:
+def layers(x):
     for _ in range(2):
         x = x * 2
         out = torch.empty_like(x)
@@ -51,14 +47,14 @@ def layers(x: Tensor) -> Tensor:
     return x
 
 
-def layers_by_hand(x: Tensor) -> Tensor:
+def layers_by_hand(x):
     for _ in range(2):
         x = x * 2
         x = x + x.cumsum(0)
     return x
 
 
-def kinds(recording: Any) -> list[str]:
+def kinds(recording):
     return [str(segment.kind) for segment in recording.segments]
 
 
@@ -89,10 +85,10 @@ def test_a_capture_executes_nothing_beyond_the_warm_up_run(rig, breaks):
     captured, eager = rig.rand(2).zero_(), rig.rand(2).zero_()
 
     @break_graph
-    def update(x: Tensor) -> None:
+    def update(x):
         eager.add_(x)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         captured.add_(x)
         update(x)
         return captured + eager
@@ -115,9 +111,9 @@ def test_a_full_graph_is_not_replayed_in_its_capture(make_replay_rig):
 
 
 def test_splitting_ops_that_differ_from_those_of_the_warm_up_run_fail_the_capture(rig):
-    runs: list[int] = []
+    runs = []
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         runs.append(1)
         out = torch.empty_like(x)
         return attend_fresh(x * 1) if len(runs) == 1 else (attend(x * 1, out), out)[1]
@@ -128,10 +124,10 @@ def test_splitting_ops_that_differ_from_those_of_the_warm_up_run_fail_the_captur
 
 def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig):
     @break_graph
-    def between() -> None:
+    def between():
         pass
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         residual = x * 2
         between()
         return residual.add_(1)
@@ -162,12 +158,12 @@ def test_an_eager_call_sees_what_the_graph_before_it_computed(rig):
     seen = []
 
     @break_graph
-    def look(x: Tensor) -> None:
+    def look(x):
         seen.append(x.tolist())
 
     x = rig.rand(2).fill_(3)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         doubled = x * 2
         look(doubled)
         return doubled
@@ -178,7 +174,7 @@ def test_an_eager_call_sees_what_the_graph_before_it_computed(rig):
 
 
 def test_consecutive_splitting_calls_share_one_segment(rig):
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         out = torch.empty_like(x)
         attend(x, out)
         attend(out, out)
@@ -190,7 +186,7 @@ def test_consecutive_splitting_calls_share_one_segment(rig):
 
 
 def test_views_and_unwritten_memory_make_no_graph(rig):
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         out = torch.empty_like(x[0])
         attend(x.view(2, 3).t()[:, 1], out)
         return out.view(3, 1)
@@ -205,7 +201,7 @@ def test_views_and_unwritten_memory_make_no_graph(rig):
 
 @pytest.mark.parametrize("inference", [False, True])  # at the capture only
 def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig, inference):
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         return attend_fresh(x * 2) + 1
 
     x = rig.rand(3)
@@ -224,7 +220,7 @@ def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig):
     pages = [rig.rand(3).fill_(1), rig.rand(3).fill_(2)]
 
     @break_graph
-    def turn(x: Tensor) -> Tensor:
+    def turn(x):
         pages.reverse()
         return pages[0]
 
@@ -237,10 +233,10 @@ def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig):
 
 def test_several_results_in_tuples_and_dicts_are_copied(rig):
     @break_graph
-    def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
+    def several(x):
         return x + 1, {"twice": x * 2}, None, 7
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         more, twice, nothing, seven = several(x * 1)
         assert nothing is None
         return more * twice["twice"] * seven
@@ -257,7 +253,7 @@ def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(rig, ch
     changed = {}
 
     @break_graph
-    def wayward(x: Tensor) -> Any:
+    def wayward(x):
         if changed.get("shape"):
             return x[:1] + 0, 5
         if changed.get("dtype"):
@@ -277,7 +273,7 @@ def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig):
     fresh = []
 
     @break_graph
-    def sometimes_in_place(x: Tensor) -> Tensor:
+    def sometimes_in_place(x):
         return x + 1 if fresh else x.add_(1)
 
     recording = rig.record(lambda x: sometimes_in_place(x * 1) + 1, rig.rand(3))
@@ -289,7 +285,7 @@ def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig):
 
 def test_a_result_that_is_an_argument_is_not_copied(rig):
     @break_graph
-    def in_place(x: Tensor) -> Tensor:
+    def in_place(x):
         return x.add_(1)
 
     x = rig.rand(3)
@@ -302,10 +298,10 @@ def test_a_result_that_is_an_argument_is_not_copied(rig):
 
 def test_eager_arguments_may_be_views_lists_and_keywords(rig):
     @break_graph
-    def mix(parts: list[Tensor], *, out: Tensor, scale: float) -> None:
+    def mix(parts, *, out, scale):
         out.copy_((parts[0] + parts[1]) * scale)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         halves = (x * 2).chunk(2, -1)
         out = torch.empty_like(halves[0])
         mix(list(halves), out=out, scale=3.0)
@@ -327,7 +323,7 @@ def test_outputs_keep_their_form(rig):
 
 def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig):
     @break_graph
-    def attend_by_metadata(q: Tensor) -> Tensor:
+    def attend_by_metadata(q):
         return q * get_forward_context().metadata
 
     x = rig.rand(3)
@@ -340,7 +336,7 @@ def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig):
 
 
 def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig):
-    def split(x: Tensor) -> Tensor:
+    def split(x):
         return x * get_forward_context().num_tokens
 
     x = rig.rand(3)
@@ -358,7 +354,7 @@ def test_splitting_functions_are_plain_outside_a_recording(rig):
 
 def test_a_splitting_call_inside_a_splitting_call_is_part_of_it(rig):
     @break_graph
-    def outer(x: Tensor) -> Tensor:
+    def outer(x):
         return attend_fresh(opaque_piece(torch.neg)(x))
 
     x = rig.rand(3)
@@ -404,9 +400,9 @@ def test_a_released_recording_refuses_to_replay(rig):
 
 
 def test_two_threads_record_and_replay_independently(rig):
-    wrong: list[BaseException] = []
+    wrong = []
 
-    def work(factor: float) -> None:
+    def work(factor):
         try:
             with torch.no_grad():
                 x = rig.rand(3, 4)

@@ -1,14 +1,10 @@
 """Each prepared model has separate records, even if it shares its events."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Config, Events, PreparedModel, prepare
+from piecegraph import Config, Events, prepare
 from piecegraph.runtime.core.records import (
     KEPT,
     CaptureFailure,
@@ -20,11 +16,11 @@ from piecegraph.runtime.core.records import (
 
 
 class Doubling(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * 2
 
 
-def prepared_with(events: Events) -> PreparedModel:
+def prepared_with(events):
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"},
         graph_mode="FULL",
@@ -38,12 +34,12 @@ def prepared_with(events: Events) -> PreparedModel:
 
 
 @pytest.fixture
-def events() -> Events:
+def events():
     torch._dynamo.reset()
     return Events()
 
 
-def value(prepared: PreparedModel, name: str) -> Any:
+def value(prepared, name):
     from piecegraph.tools.integrations.prometheus import read_metrics  # needs an extra
 
     (metric,) = [metric for metric in read_metrics(prepared) if metric.name == name]

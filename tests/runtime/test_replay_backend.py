@@ -1,26 +1,19 @@
 """What the replay backend emulates: captures do not execute, Python runs once, poison."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.backends.replay.tape import poison
-from piecegraph.runtime.backends.replay.tape_graph import TapeGraph
 from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
 
-def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:
+def capture(fn, *inputs):
     """One raw capture, without the recorder's first replay."""
     backend = ReplayBackend()
     opened = backend.begin(backend.new_pool(), Ownership())
@@ -33,14 +26,14 @@ def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:
 
 
 @pytest.fixture(autouse=True, params=["no_grad", "inference_mode"])
-def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+def mode(request):
     """Inside inference mode composite operators reach the tape whole."""
     with getattr(torch, request.param)():
         yield
 
 
 @pytest.fixture
-def library() -> Iterator[Any]:
+def library():
     lib = torch.library.Library("piecegraph_tape_test", "DEF")
     yield lib
     lib._destroy()
@@ -51,14 +44,14 @@ def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig):
     weight = torch.rand(4, 2)
     index, wide = torch.tensor([3, 1]), torch.ones(2, 1).expand(2, 3)
 
-    def piece(args: list[Tensor]) -> tuple[Tensor]:
+    def piece(args):
         x, rows, kept = args
         picked = weight[rows] + kept.sum()
         rows.fill_(100)
         x.zero_()
         return (picked + x,)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         given = index * 1
         (result,) = opaque_piece(piece)([x * 1, given, wide])
         return result
@@ -74,7 +67,7 @@ def test_a_piece_may_return_its_own_memory(make_replay_rig):
     """What it has returned in the warm-up run, and still holds, is not its graph's."""
     own = torch.zeros(2)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         (result,) = opaque_piece(lambda args: (own.copy_(args[0]),))([x])
         return result
 
@@ -86,7 +79,7 @@ def test_a_piece_may_return_its_own_memory(make_replay_rig):
 def test_a_capture_does_not_execute():
     state = torch.ones(3)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         state.add_(x.sum())
         state[0] = 9
         torch.mul(x, 2, out=state[1:])
@@ -103,7 +96,7 @@ def test_a_capture_does_not_execute():
 def test_python_runs_once_and_not_at_replay():
     runs = []
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         runs.append(1)
         return x + len(runs)
 
@@ -118,7 +111,7 @@ def test_python_runs_once_and_not_at_replay():
 def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library):
     runs = []
 
-    def attention(q: Tensor, out: Tensor) -> None:
+    def attention(q, out):
         runs.append(1)
         out.copy_(q.softmax(-1).reshape(-1))
 
@@ -136,7 +129,7 @@ def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library):
 
 
 def test_an_op_without_operators_inside_is_one_operation(library):
-    def double(x: Tensor) -> Tensor:
+    def double(x):
         return torch.from_numpy(x.numpy() * 2)
 
     library.define("double(Tensor x) -> Tensor")
@@ -150,7 +143,7 @@ def test_an_op_without_operators_inside_is_one_operation(library):
 
 
 def test_views_of_every_kind_follow_their_base():
-    def step(x: Tensor) -> Any:
+    def step(x):
         y = x * 1
         whole, half = y.t().reshape(-1), y.view(-1)[:3]
         half.add_(10)
@@ -199,7 +192,7 @@ def test_a_host_read_fails_the_capture(read, make_replay_rig):
 
 
 def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig):
-    def careless(x: Tensor) -> Tensor:
+    def careless(x):
         try:
             return x * x.sum().item()
         except Exception:
@@ -220,7 +213,7 @@ def test_an_opaque_piece_is_one_operation(make_replay_rig):
 
 
 def test_an_opaque_piece_may_write_its_arguments_and_return_them(make_replay_rig):
-    def fused_add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_add(x, residual):
         residual.add_(x)
         return residual * 2, residual
 
@@ -274,10 +267,10 @@ def test_poison_differs_from_new_memory(dtype):
 
 def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig):
     @break_graph
-    def attend_real_rows(q: Tensor, out: Tensor) -> None:
+    def attend_real_rows(q, out):
         out[:2] = q[:2]
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         out = torch.empty_like(x)
         attend_real_rows(x * 1, out)
         return out + 0
@@ -292,10 +285,10 @@ def test_failure_27_poison_shows_rows_that_only_an_earlier_replay_wrote(make_rep
     rows = [3]
 
     @break_graph
-    def attend_real_rows(q: Tensor, out: Tensor) -> None:
+    def attend_real_rows(q, out):
         out[: rows[0]] = q[: rows[0]]
 
-    def step(x: Tensor) -> Tensor:
+    def step(x):
         out = torch.empty_like(x)
         attend_real_rows(x * 1, out)
         return out + 0

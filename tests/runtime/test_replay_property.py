@@ -1,7 +1,5 @@
 """Random programs of tensor operations: a recording equals the program, on any input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -21,21 +19,21 @@ State = list[Tensor]
 Op = Callable[[State, int, int], Any]
 
 
-def _put(state: State, value: Tensor) -> None:
+def _put(state, value):
     state.append(value)
 
 
 @break_graph
-def _eager_out(q: Tensor, out: Tensor) -> None:
+def _eager_out(q, out):
     out.copy_(q.cumsum(0))
 
 
 @break_graph
-def _eager_fresh(q: Tensor) -> Tensor:
+def _eager_fresh(q):
     return q.flip(0)
 
 
-def _attend(state: State, i: int, j: int) -> None:
+def _attend(state, i, j):
     out = torch.empty_like(state[i])
     _eager_out(state[i], out)
     state.append(out)
@@ -43,7 +41,7 @@ def _attend(state: State, i: int, j: int) -> None:
 
 _fused = opaque_piece(lambda a, b: (a.tanh() * b, a - b))
 
-OPS: list[Op] = [
+OPS = [
     lambda s, i, j: _put(s, s[i] + s[j]),
     lambda s, i, j: _put(s, s[i].mul(0.5)),
     lambda s, i, j: _put(s, s[i].t().reshape(SHAPE)),
@@ -74,7 +72,7 @@ steps = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0
 def test_replay_equals_the_program(program, breaks, inference, seed):
     torch.manual_seed(seed)
 
-    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    def run(x, weight):
         state = [x, weight]
         for op, i, j in program:
             OPS[op](state, i % len(state), j % len(state))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 import pydoc
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ from piecegraph.settings import field_docstrings
 
 OBJECTS = (Tracing, Codegen, Sizes, Variants, Attention, Steps)
 
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG = [
     ({"foo": 1}, "Config has no setting 'foo'. See help(piecegraph.Config)"),
     ({"max_num_token": 3}, "has no setting 'max_num_token' (did you mean 'max_num_tokens'?)"),
     ({"tracing": {"guard": 1}}, "no setting 'tracing.guard' (did you mean 'tracing.guards'?). See"),
@@ -129,7 +128,7 @@ def test_the_cache_is_off_on_or_an_object():
 def test_an_error_pickles_even_if_a_fact_does_not():
     with pytest.raises(UnknownSetting) as caught:
         Config(foo=1)
-    local: Any = lambda: None  # noqa: E731
+    local = lambda: None  # noqa: E731
     caught.value.facts["local"] = local
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), str(again)) == (UnknownSetting, str(caught.value))

@@ -1,8 +1,5 @@
 """Static inputs: fixed addresses, real rows copied, padding as declared, wrong inputs refused."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from piecegraph.config import Padding
 from piecegraph.errors import InputMismatch, MovedTensor, SizeOutOfRange
 from piecegraph.runtime.core import writes
 from piecegraph.runtime.core.padding import PaddingPolicy
-from piecegraph.runtime.core.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
+from piecegraph.runtime.core.static_inputs import StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")
 IDS = StaticInputSpec("ids", ("num_tokens",), torch.int64, PaddingPolicy(Padding.SENTINEL, -1))
@@ -23,12 +20,12 @@ REPEAT = PaddingPolicy(Padding.REPEAT)
 POSITIONS = StaticInputSpec("positions", (3, "num_tokens"), torch.int64, REPEAT)
 
 
-def bind(*specs: StaticInputSpec, limit: int = 8, padded: int = 4, **options: Any) -> Any:
+def bind(*specs, limit=8, padded=4, **options):
     inputs = StaticInputs(specs, {"num_tokens": limit}, CPU, **options)
     return inputs.at({"num_tokens": padded})
 
 
-def load(bound: BoundInputs, tensors: tuple[torch.Tensor, ...], real: tuple[int, ...]) -> None:
+def load(bound, tensors, real):
     bound.loader(real)(tensors)
 
 
@@ -64,7 +61,7 @@ def test_failure_25_padding_is_written_at_every_step():
 
 
 @pytest.fixture
-def new_memory_is_nan() -> Iterator[None]:
+def new_memory_is_nan():
     """What `torch.empty` returns holds NaN, whatever the allocator has."""
     torch.use_deterministic_algorithms(True)
     yield
@@ -179,7 +176,7 @@ def test_any_loads_equal_padding_by_hand(data, padding, dims):
         assert torch.equal(bound.views[0], expected)
 
 
-def padded_by_hand(expected: torch.Tensor, x: torch.Tensor, padding: Padding) -> torch.Tensor:
+def padded_by_hand(expected, x, padding):
     indices = torch.cartesian_prod(*[torch.arange(n) for n in expected.shape])
     for index in indices.view(-1, x.dim()):
         position = tuple(index.tolist())

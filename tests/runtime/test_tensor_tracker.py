@@ -1,12 +1,7 @@
 """What the tensor tracker sees of a capture; on CUDA it works without a tape."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from piecegraph.runtime.backends.ownership import Ownership, TensorTracker
 
@@ -14,11 +9,11 @@ from .conftest import found_by
 
 
 @pytest.fixture
-def watch() -> TensorTracker:
+def watch():
     return TensorTracker("CPU", Ownership())
 
 
-def watched(watch: TensorTracker, fn: Any, *args: Tensor) -> Any:
+def watched(watch, fn, *args):
     watch.start()
     try:
         return fn(*args)
@@ -39,7 +34,7 @@ def test_results_are_made_and_arguments_are_found(watch, mode):
 def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(watch, temporary_op):
     metadata = torch.rand(3)
 
-    def attend(q: Tensor, out: Tensor) -> None:
+    def attend(q, out):
         out.copy_(q * metadata)
 
     temporary_op("watch_tests::attend", "(Tensor q, Tensor(a!) out) -> ()", attend)

@@ -1,9 +1,6 @@
 """Wrong configurations of real users, each told at the start or in the first steps."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ from piecegraph.tools.cli.app import main
 
 from ..dispatch.test_dispatch_properties import plans
 
-RIGHT: dict[str, Any] = {
+RIGHT = {
     "inputs": {"x": "float32[num_tokens, 4]"},
     "splitting_ops": ("told::attention",),
     "attention": {"support": "UNIFORM_BATCH"},
@@ -36,7 +33,7 @@ RIGHT: dict[str, Any] = {
 }
 SPECULATIVE = {"variants": {"query_lens": 4}}
 
-WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+WRONG = {
     # DGX Spark recipes#5: six requests of four tokens, sizes of one
     "sizes in requests": (
         {**SPECULATIVE, "capture_sizes": (1, 2, 4, 6), "max_num_reqs": 6},
@@ -142,7 +139,7 @@ def test_what_is_uncovered_is_what_the_dispatcher_says(plan, query_len, sizes):
     dispatcher = Dispatcher(plan)
     axes = {axis.name: axis.values[0] for axis in plan.axes} or None
 
-    def decode(num_reqs: int) -> Any:
+    def decode(num_reqs):
         tokens = num_reqs * query_len
         batch = Batch(tokens, num_reqs, is_decode=True, query_len=query_len, axes=axes)
         return dispatcher.wanted(batch)
@@ -166,7 +163,7 @@ def test_numbers_are_shown_as_runs():
     assert shown(range(1, 40, 3)) == "1, 4, 7, 10, 13, …, 37"
 
 
-FIRST_STEPS: dict[str, tuple[dict[str, Any], list[Batch], str | None]] = {
+FIRST_STEPS = {
     "decode is never stated": ({}, [Batch(3, 3)], "does not state that a step decodes"),
     "its query length is not stated": (
         SPECULATIVE,
@@ -192,12 +189,12 @@ FIRST_STEPS: dict[str, tuple[dict[str, Any], list[Batch], str | None]] = {
 
 
 class Told(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return torch.ops.told.attention(x * 2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _op() -> Any:
+def _op():
     library = torch.library.Library("told", "FRAGMENT")
     library.define("attention(Tensor x) -> Tensor")
     torch.library.register_fake("told::attention", torch.empty_like, lib=library)

@@ -1,13 +1,9 @@
 """A thread that is stopped ends at its next checkpoint, and leaves the process as it was."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +15,12 @@ from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 class Halfway:
     """What the thread waits for: `inside` is set by it, `go_on` by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.inside, self.go_on = threading.Event(), threading.Event()
-        self.put_back: list[str] = []
+        self.put_back = []
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
+    def replaced(self):
         try:
             yield
         finally:
@@ -34,7 +30,7 @@ class Halfway:
 
 
 @pytest.fixture
-def step() -> Iterator[Halfway]:
+def step():
     test = Halfway()
     yield test
     test.go_on.set()
@@ -44,7 +40,7 @@ def test_what_was_replaced_is_put_back(step):
     """Between two checkpoints nothing ends the work, wherever it is."""
     before, after = sys.getswitchinterval(), list[str]()
 
-    def work() -> None:
+    def work():
         with step.replaced():
             pass
         thread.checkpoint()
@@ -63,9 +59,9 @@ def test_what_was_replaced_is_put_back(step):
 
 
 def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step):
-    begun: list[str] = []
+    begun = []
 
-    def work() -> None:
+    def work():
         with step.replaced():
             pass
 
@@ -82,7 +78,7 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step):
 
 
 def test_what_cannot_begin_has_failed(monkeypatch):
-    def fail() -> None:
+    def fail():
         raise KeyError("torch._dynamo")
 
     monkeypatch.setattr(tracing_thread, "unseen_by_other_threads", fail)
@@ -94,12 +90,12 @@ def test_what_cannot_begin_has_failed(monkeypatch):
 
 
 def test_what_is_found_during_an_exchange_is_told_at_the_next(step):
-    def work() -> str:
+    def work():
         with step.replaced():
             pass
         return "a difference"
 
-    def exchange(topic: str, own: Any) -> list[Any]:
+    def exchange(topic, own):
         step.go_on.set()
         assert thread.join(300)
         return [own, {"ended": True, "failure": "", "expired": False}]
@@ -141,7 +137,7 @@ def test_an_interpreter_ends_while_the_thread_is_in_torch():
 
 
 def test_the_default_device_is_that_of_the_thread_that_starts_it():
-    seen: list[str] = []
+    seen = []
     with torch.device("meta"):
         thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type), str)
     thread.start()
@@ -153,10 +149,10 @@ def test_the_default_device_is_that_of_the_thread_that_starts_it():
 def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it():
     """A trace with the defaults found no difference to a bundle that was made with them."""
 
-    def settings() -> tuple[bool, torch.dtype]:
+    def settings():
         return torch.is_autocast_cache_enabled(), torch.get_autocast_dtype("cpu")
 
-    seen: list[tuple[bool, torch.dtype]] = []
+    seen = []
     before = settings()
     try:
         torch.set_autocast_cache_enabled(False)

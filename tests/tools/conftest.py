@@ -74,7 +74,7 @@ SUGGESTED = {
 }
 
 
-def parts_of_nothing() -> SimpleNamespace:
+def parts_of_nothing():
     """Parts that do nothing: a stand-in is not proved, and no memory is counted."""
     return SimpleNamespace(
         proof=SimpleNamespace(idle=lambda: False, prove_with=lambda keep, rebuild: None),

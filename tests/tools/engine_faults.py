@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from shadow_scenes import EAGER, MODEL, SHADOW, said
 
 import piecegraph
-from piecegraph import Batch
 from piecegraph.tools.engine import attention, engine, metadata, model
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.serve import run
@@ -48,21 +46,21 @@ FALSE = ("earlier step", "padding", "how many rows", "moved", "another form", "r
 class Running:
     """The model and the layers of the engine that runs, and changes before a step of it."""
 
-    def __init__(self, patch: Patch, **given: Any) -> None:
-        self.model: Any = None
-        self.layers: dict[str, Any] = {}
+    def __init__(self, patch, **given):
+        self.model = None
+        self.layers = {}
         right = run.prepare
 
-        def prepare(model: Any, config: Any, **settings: Any) -> Any:
+        def prepare(model, config, **settings):
             self.model, self.layers = model, settings["layers"]
             return right(model, config, **settings, **given)
 
         patch.setattr(run, "prepare", prepare)
 
-    def before_step(self, patch: Patch, number: int, change: Callable[[], Any]) -> None:
+    def before_step(self, patch, number, change):
         right, steps = engine.ReferenceEngine.next_step, count(1)
 
-        def next_step(self: Any) -> Any:
+        def next_step(self):
             if next(steps) == number:
                 change()
             return right(self)
@@ -70,43 +68,37 @@ class Running:
         patch.setattr(engine.ReferenceEngine, "next_step", next_step)
 
 
-def decoding(patch: Patch, fault: Callable[..., None]) -> None:
+def decoding(patch, fault):
     """`fault(right, query, key, value, output, cache, metadata)` is the attention of decodes."""
     patch.setattr(attention, "_decode", partial(fault, attention._decode))
 
 
-def filling(patch: Patch, fault: Callable[..., None]) -> None:
+def filling(patch, fault):
     """`fault(host, query_lens)` changes the rows of metadata before they are uploaded."""
     right = metadata.MetadataBuffers._upload
 
-    def upload(self: Any, host: Any, **facts: Any) -> Any:
+    def upload(self, host, **facts):
         fault(host, facts["query_lens"])
         return right(self, host, **facts)
 
     patch.setattr(metadata.MetadataBuffers, "_upload", upload)
 
 
-def forwarding(patch: Patch, after: Callable[..., Any]) -> None:
+def forwarding(patch, after):
     """`after(model, x)` is the result of the model."""
     right = model.Decoder.forward
 
-    def forward(
-        self: Any,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        lora_rows: torch.Tensor | None = None,
-        lora_adapters: torch.Tensor | None = None,
-    ) -> Any:
+    def forward(self, input_ids, positions, lora_rows=None, lora_adapters=None):
         return after(self, right(self, input_ids, positions, lora_rows, lora_adapters))
 
     patch.setattr(model.Decoder, "forward", forward)
 
 
-def holding(patch: Patch, **values: Any) -> None:
+def holding(patch, **values):
     """The model has these attributes; tensors are buffers."""
     right = model.Decoder.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self, *args, **kwargs):
         right(self, *args, **kwargs)
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -117,36 +109,36 @@ def holding(patch: Patch, **values: Any) -> None:
     patch.setattr(model.Decoder, "__init__", init)
 
 
-def scaled_by_rows(patch: Patch) -> None:
-    def fault(right: Any, query: Any, key: Any, value: Any, output: Any, *others: Any) -> None:
+def scaled_by_rows(patch):
+    def fault(right, query, key, value, output, *others):
         right(query, key, value, output, *others)
         output.mul_(1 + 0.05 * len(query))
 
     decoding(patch, fault)
 
 
-def quantized_together(patch: Patch) -> None:
+def quantized_together(patch):
     """Keys are written in steps of a scale that all rows of the batch share."""
 
-    def fault(right: Any, query: Any, key: Any, *others: Any) -> None:
+    def fault(right, query, key, *others):
         scale = key.abs().mean() / 3
         right(query, (key / scale).round() * scale, *others)
 
     decoding(patch, fault)
 
 
-def padding_writes_the_last_slot(patch: Patch) -> None:
-    def fault(host: Any, query_lens: Any) -> None:
+def padding_writes_the_last_slot(patch):
+    def fault(host, query_lens):
         if tokens := sum(query_lens):
             host[0][tokens:] = host[0][tokens - 1]
 
     filling(patch, fault)
 
 
-def double_buffered_slots(patch: Patch) -> None:
+def double_buffered_slots(patch):
     right, steps = metadata.MetadataBuffers.fill, count()
 
-    def fill(self: Any, *given: Any) -> Any:
+    def fill(self, *given):
         filled = right(self, *given)
         if next(steps) % 2:
             filled = replace(filled, slot_mapping=filled.slot_mapping.clone())
@@ -155,31 +147,31 @@ def double_buffered_slots(patch: Patch) -> None:
     patch.setattr(metadata.MetadataBuffers, "fill", fill)
 
 
-def temperature_of_all_requests(patch: Patch) -> None:
+def temperature_of_all_requests(patch):
     """Attention is scaled by the mean length of the requests, those of padding among them."""
 
-    def fault(right: Any, query: Any, *others: Any) -> None:
+    def fault(right, query, *others):
         lens = others[-1].seq_lens.float()
         right(query * lens.mean().log1p(), *others)
 
     decoding(patch, fault)
 
 
-def rope_table_replaced(patch: Patch) -> None:
+def rope_table_replaced(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         running.model.cos = running.model.cos * 0.9
         running.model.sin = running.model.sin * 0.9
 
     running.before_step(patch, 5, change)
 
 
-def rope_scale_changed(patch: Patch) -> None:
+def rope_scale_changed(patch):
     holding(patch, rope_scale=1.0)
     right = model.rotate
 
-    def rotate(x: Any, cos: Any, sin: Any) -> Any:
+    def rotate(x, cos, sin):
         return right(x, cos, sin)
 
     patch.setattr(model, "rotate", rotate)
@@ -188,38 +180,38 @@ def rope_scale_changed(patch: Patch) -> None:
     running.before_step(patch, 5, lambda: setattr(running.model, "rope_scale", 2.0))
 
 
-def penalties_count_padding(patch: Patch) -> None:
+def penalties_count_padding(patch):
     holding(patch, tokens_seen=torch.zeros(1))
 
-    def after(self: Any, x: Any) -> Any:
+    def after(self, x):
         self.tokens_seen.add_(torch.ones_like(x[:, 0]).sum())
         return x / (1 + self.tokens_seen)
 
     forwarding(patch, after)
 
 
-def branch_on_the_batch(patch: Patch) -> None:
-    def fault(right: Any, query: Any, *others: Any) -> None:
+def branch_on_the_batch(patch):
+    def fault(right, query, *others):
         many = len(others[-1].query_lens) > 3
         right(query * 1.5 if many else query, *others)
 
     decoding(patch, fault)
 
 
-def window_set_while_serving(patch: Patch) -> None:
+def window_set_while_serving(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         name = next(iter(running.layers))
         running.layers[name] = replace(running.layers[name], window=2)
 
     running.before_step(patch, 5, change)
 
 
-def cache_grown(patch: Patch) -> None:
+def cache_grown(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         name = next(iter(running.layers))
         old = running.layers[name]
         grown = (torch.cat([part, torch.zeros_like(part)]) for part in (old.keys, old.values))
@@ -228,10 +220,10 @@ def cache_grown(patch: Patch) -> None:
     running.before_step(patch, 5, change)
 
 
-def drafts_stated_as_one_token(patch: Patch) -> list[str]:
+def drafts_stated_as_one_token(patch):
     right = engine.to_batch
 
-    def stated(schedule: Any) -> Batch:
+    def stated(schedule):
         batch = right(schedule)
         if not batch.is_decode:
             return batch
@@ -241,7 +233,7 @@ def drafts_stated_as_one_token(patch: Patch) -> list[str]:
     return ["--speculate", "2"]
 
 
-def acceptance_in_the_model(patch: Patch) -> list[str]:
+def acceptance_in_the_model(patch):
     holding(patch, acceptance=[1.0])
     forwarding(patch, lambda self, x: x * self.acceptance[0])
     running = Running(patch)
@@ -249,10 +241,10 @@ def acceptance_in_the_model(patch: Patch) -> list[str]:
     return ["--speculate", "2"]
 
 
-def adapter_assigned(patch: Patch) -> list[str]:
+def adapter_assigned(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         layer = running.model.layers[0].attention.q_proj
         layer.down = torch.nn.Parameter(layer.down * 3, requires_grad=False)
 
@@ -263,28 +255,28 @@ def adapter_assigned(patch: Patch) -> list[str]:
 PEERS = [0.5, 2.0]
 
 
-def peers_reordered(patch: Patch) -> None:
+def peers_reordered(patch):
     """A stand-in of a collective takes its peers in the order of a list."""
     patch.setitem(globals(), "PEERS", [0.5, 2.0])
 
-    def fault(right: Any, query: Any, *others: Any) -> None:
+    def fault(right, query, *others):
         right(query * PEERS[0], *others)
 
     decoding(patch, fault)
     Running(patch).before_step(patch, 5, lambda: PEERS.reverse())
 
 
-def positions_in_int32(patch: Patch) -> None:
+def positions_in_int32(patch):
     right, steps = engine.ReferenceEngine.inputs, count(1)
 
-    def inputs(self: Any, *given: Any) -> Any:
+    def inputs(self, *given):
         ids, positions, *others = right(self, *given)
         return (ids, positions.int() if next(steps) >= 5 else positions, *others)
 
     patch.setattr(engine.ReferenceEngine, "inputs", inputs)
 
 
-def metadata_rewritten_too_early(patch: Patch) -> None:
+def metadata_rewritten_too_early(patch):
     """The engine clears what it copies metadata from as soon as a step was started, and not when
     the copies are done. A proof waits for them."""
     delayed = piecegraph.ReplayBackend(
@@ -293,7 +285,7 @@ def metadata_rewritten_too_early(patch: Patch) -> None:
     Running(patch, backend=delayed)
     right = engine.ReferenceEngine.sampled
 
-    def sampled(self: Any, hidden: Any, *others: Any) -> Any:
+    def sampled(self, hidden, *others):
         for rows in self.buffers._staging:
             rows[:] = 0
         return right(self, hidden, *others)
@@ -301,21 +293,21 @@ def metadata_rewritten_too_early(patch: Patch) -> None:
     patch.setattr(engine.ReferenceEngine, "sampled", sampled)
 
 
-def weights_assigned(patch: Patch) -> None:
+def weights_assigned(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         state = {name: value * 1.1 for name, value in running.model.state_dict().items()}
         running.model.load_state_dict(state, assign=True)
 
     running.before_step(patch, 5, change)
 
 
-def prefix_kept_in_python(patch: Patch) -> None:
+def prefix_kept_in_python(patch):
     """The op remembers a key for each number of rows, and never forgets."""
-    prefixes: dict[int, torch.Tensor] = {}
+    prefixes = {}
 
-    def fault(right: Any, query: Any, *others: Any) -> None:
+    def fault(right, query, *others):
         cache, given = others[-2:]
         right(query, *others)
         rows = len(query)
@@ -325,10 +317,10 @@ def prefix_kept_in_python(patch: Patch) -> None:
     decoding(patch, fault)
 
 
-def hook_added(patch: Patch) -> None:
+def hook_added(patch):
     running = Running(patch)
 
-    def change() -> None:
+    def change():
         running.model.layers[1].mlp.register_forward_hook(lambda module, args, result: result * 2)
 
     running.before_step(patch, 5, change)
@@ -374,20 +366,20 @@ class Seen:
     text: str
 
     @property
-    def line(self) -> str:
+    def line(self):
         return self.text.splitlines()[-1]
 
-    def names(self, fault: Planted) -> bool:
+    def names(self, fault):
         """Whether the cause is named."""
         return any(name in self.text for name in fault.names)
 
-    def false(self, fault: Planted) -> list[str]:
+    def false(self, fault):
         """Causes that are named and are none."""
         line = self.line.replace("(padded to", "").replace("call refresh() to", "")
         return [word for word in FALSE if word in line and word not in fault.true]
 
 
-def look(fault: Planted) -> Seen:
+def look(fault):
     """Serve with the fault, each step proved, and bisect the wrong step or the whole trace."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         options = [*EAGER, *(fault.plant(patch) or [])]

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -19,7 +18,7 @@ from piecegraph.tools.bisect import BisectCase, Step
 HIDDEN, OWN, REQUESTS = 8, 4, 16
 DUMP = REQUESTS * OWN
 SIZES = (3, 5, 4, 2, 7, 3, 6)
-KNOBS: dict[str, Any] = {}
+KNOBS = {}
 WORKSPACE = torch.zeros(HIDDEN)
 SCALES = [1.0, 1.0]
 
@@ -61,7 +60,7 @@ torch.library.register_fake("engine::norm", torch.empty_like, lib=LIBRARY)
 class Decoder(torch.nn.Module):
     """`change` is what a fault adds after the layers."""
 
-    def __init__(self, change: Callable[..., Any] = lambda model, x: x) -> None:
+    def __init__(self, change=lambda model, x: x):
         super().__init__()
         torch.manual_seed(0)
         self.embed = torch.nn.Embedding(32, HIDDEN)
@@ -73,7 +72,7 @@ class Decoder(torch.nn.Module):
         self.change = change
         self.requires_grad_(False)
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, positions):
         x = self.embed(ids)
         for number, up in enumerate(self.up):
             x = up(torch.ops.engine.norm(x)) * self.cos[positions]
@@ -91,17 +90,17 @@ class Engine:
     change: Callable[[Engine, int], None] = lambda engine, step: None
     keeps_padding: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.pool = torch.zeros(3 * (DUMP + 1), HIDDEN)
         self.layers = {f"l{n}": SimpleNamespace(kv=self.kv(n)) for n in range(2)}
         self.slots = torch.full((REQUESTS,), DUMP)
         self.table = torch.full((REQUESTS, OWN), DUMP)
         self.lens = torch.ones(REQUESTS, dtype=torch.int64)
 
-    def kv(self, place: int) -> torch.Tensor:
+    def kv(self, place):
         return self.pool[place * (DUMP + 1) : (place + 1) * (DUMP + 1)]
 
-    def fill(self, padded: int, size: int = 0, position: int = 0) -> Any:
+    def fill(self, padded, size=0, position=0):
         for name, value in (("slots", DUMP), ("table", DUMP), ("lens", 1)):
             if not size or name not in self.keeps_padding:
                 getattr(self, name)[:padded] = value
@@ -113,8 +112,8 @@ class Engine:
             slots=self.slots[:padded], table=self.table[:padded], lens=self.lens[:padded]
         )
 
-    def step(self, number: int, size: int) -> Step:
-        def metadata(decision: Any) -> Any:
+    def step(self, number, size):
+        def metadata(decision):
             self.number = number
             self.change(self, number)
             filled = self.fill(decision.descriptor.num_tokens, size, number % OWN)
@@ -124,14 +123,14 @@ class Engine:
         inputs = torch.randint(32, (size,), generator=generator), torch.full((size,), number)
         return Step(inputs, Batch(size, size, is_decode=True, query_len=1), metadata)
 
-    def case(self, config: Any, sizes: tuple[int, ...] = SIZES) -> BisectCase:
+    def case(self, config, sizes=SIZES):
         steps = [self.step(number, size) for number, size in enumerate(sizes)]
         padding = lambda descriptor, mode: self.fill(descriptor.num_tokens)  # noqa: E731
         return BisectCase(self.model, config, steps, self.layers, padding)
 
 
 @contextlib.contextmanager
-def changed_process(**knobs: Any) -> Iterator[None]:
+def changed_process(**knobs):
     """The faults in the ops, and the process as before at the end."""
     silu, dtype, environment = functional.silu, torch.get_default_dtype(), dict(os.environ)
     KNOBS.update(knobs)
@@ -147,10 +146,10 @@ def changed_process(**knobs: Any) -> Iterator[None]:
         os.environ.update(environment)
 
 
-def from_step(first: int, change: Callable[[Engine], None], back: Any = None) -> Any:
+def from_step(first, change, back=None):
     """A change of the engine at a step, undone before it: stages run all steps again."""
 
-    def at(engine: Engine, step: int) -> None:
+    def at(engine, step):
         if step >= first:
             change(engine)
         elif back is not None:

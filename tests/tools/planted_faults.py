@@ -11,7 +11,7 @@ import datetime
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
 from piecegraph.compile.ir.config import GraphPass
 from piecegraph.compile.plan import plan_builder, split_model
-from piecegraph.tools.bisect import BisectCase, Finding, Step, bisect
+from piecegraph.tools.bisect import BisectCase, Step, bisect
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -35,11 +35,11 @@ DUMP = 31
 ATEN = torch.ops.aten
 
 
-def decode(size: int) -> Batch:
+def decode(size):
     return Batch(size, size, is_decode=True, query_len=1)
 
 
-def rows(size: int) -> torch.Tensor:
+def rows(size):
     return torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
 
 
@@ -52,14 +52,14 @@ class Site:
 
     def case(
         self,
-        model: torch.nn.Module | None = None,
-        sizes: tuple[int, ...] = (8, 3),
+        model=None,
+        sizes=(8, 3),
         *,
-        padding: Callable[..., Any] = models.Padding,
-        dump: int | None = DUMP,
-        moves: bool = False,
-        **settings: Any,
-    ) -> BisectCase:
+        padding=models.Padding,
+        dump=DUMP,
+        moves=False,
+        **settings,
+    ):
         """A case of an attention model with steps of given sizes."""
         buffer = torch.full((32,), DUMP)
         steps = [
@@ -76,7 +76,7 @@ class Site:
         layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
         return BisectCase(model or models.Tiny(), config, steps, layers, padding(buffer, DUMP))
 
-    def scaled(self, step: models.StepWeights, capture: Callable[..., Any]) -> BisectCase:
+    def scaled(self, step, capture):
         """A case of an op that reads a tensor and a number of the metadata."""
         limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
         config = self.config(splitting_ops=("faulty::scaled",), **limits)
@@ -88,7 +88,7 @@ class Site:
             capture,
         )
 
-    def reading(self, field: str, now: models.Nested, captured: models.Nested) -> BisectCase:
+    def reading(self, field, now, captured):
         """A case of an op that reads a field of the metadata, which is another at the capture."""
         limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
         config = self.config(splitting_ops=("faulty::nested",), **limits)
@@ -97,29 +97,29 @@ class Site:
             models.Reading(field), config, [step], {}, lambda descriptor, mode: captured
         )
 
-    def whole(self, model: torch.nn.Module, **settings: Any) -> BisectCase:
+    def whole(self, model, **settings):
         """A case of a model without a splitting op."""
         limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
         steps = [Step((rows(size),), decode(size)) for size in (8, 3, 8)]
         return BisectCase(model, self.config(**{**limits, **settings}), steps)
 
-    def compiler(self, function: Callable[..., Any]) -> str:
+    def compiler(self, function):
         """The name of a compiler, instead of that of the site."""
         self.patch.setitem(_BACKENDS, "of_the_fault", None)
         self.patch.setitem(_COMPILER_FNS, "of_the_fault", function)
         self.patch.setattr(function, "_tags", (), raising=False)
         return "of_the_fault"
 
-    def config(self, **settings: Any) -> Config:
+    def config(self, **settings):
         base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention": {"support": 3}}
         return Config(**{**base, **self.settings, **settings})
 
-    def lower(self, op: Any, fault: Callable[..., Any]) -> None:
+    def lower(self, op, fault):
         """Let Inductor lower `op` to what `fault(right, *args)` gives."""
         right = lowering.lowerings[op]
         self.patch.setitem(lowering.lowerings, op, lambda *args: fault(right, *args))
 
-    def load(self, fault: Callable[..., Any]) -> None:
+    def load(self, fault):
         """Let artifacts be loaded from the cache as `fault(right, artifacts)` gives."""
         right = registry.INDUCTOR
         faulty = replace(right, load=lambda artifacts: fault(right.load, artifacts))
@@ -143,7 +143,7 @@ class Fault:
     compiler: bool = False
     """Whether it is in Inductor or the cache, so that no other compiler has it."""
 
-    def check(self, finding: Finding | None) -> None:
+    def check(self, finding):
         """Raise AssertionError unless the finding names this fault and blames nothing else."""
         if self.stage is None:
             assert finding is None, finding
@@ -157,20 +157,20 @@ class Fault:
         assert self.says in line, line
 
 
-def pass_in_one_range(site: Site) -> BisectCase:
+def pass_in_one_range(site):
     small = GraphPass("small", models.sin_to_cos, max_num_tokens=4)
     return site.case(codegen={"passes": {"small": small}, "ranges": (4,)})
 
 
-def pass_at_sizes_of_no_step(site: Site) -> BisectCase:
+def pass_at_sizes_of_no_step(site):
     small = GraphPass("small", models.sin_to_cos, max_num_tokens=4)
     return site.case(codegen={"passes": {"small": small}, "ranges": (4,)}, sizes=(8,))
 
 
-def lowered(op: Any, other: Any, *args: Any) -> Callable[[Site], BisectCase]:
+def lowered(op, other, *args):
     """Inductor takes one operator for another."""
 
-    def plant(site: Site) -> BisectCase:
+    def plant(site):
         wrong = lowering.lowerings[other]
         site.lower(op, lambda right, x: wrong(x))
         return site.case(*args)
@@ -178,18 +178,18 @@ def lowered(op: Any, other: Any, *args: Any) -> Callable[[Site], BisectCase]:
     return plant
 
 
-def lowering_that_raises(site: Site) -> BisectCase:
-    def refuse(right: Any, x: Any) -> Any:
+def lowering_that_raises(site):
+    def refuse(right, x):
         raise RuntimeError("no rule for relu")
 
     site.lower(ATEN.relu.default, refuse)
     return site.case()
 
 
-def wrong_the_first_time(site: Site) -> BisectCase:
+def wrong_the_first_time(site):
     wrong, left = lowering.lowerings[ATEN.cos.default], [1]
 
-    def once(right: Any, x: Any) -> Any:
+    def once(right, x):
         first, left[0] = left[0] > 0, left[0] - 1
         return (wrong if first else right)(x)
 
@@ -197,8 +197,8 @@ def wrong_the_first_time(site: Site) -> BisectCase:
     return site.case()
 
 
-def swapped_artifacts(site: Site) -> BisectCase:
-    def swapped(load: Any, artifacts: Any) -> Any:
+def swapped_artifacts(site):
+    def swapped(load, artifacts):
         loaded = list(load(artifacts))
         if len(loaded) == 4:
             loaded[1], loaded[2] = loaded[2], loaded[1]
@@ -208,16 +208,16 @@ def swapped_artifacts(site: Site) -> BisectCase:
     return site.case(models.Twice())
 
 
-def wrong_only_when_loaded(site: Site) -> BisectCase:
-    def spoiled(load: Any, artifacts: Any) -> Any:
+def wrong_only_when_loaded(site):
+    def spoiled(load, artifacts):
         return [lambda args, fn=fn: tuple(r + 1 for r in fn(args)) for fn in load(artifacts)]
 
     site.load(spoiled)
     return site.case()
 
 
-def wrong_in_the_whole_graph(site: Site) -> BisectCase:
-    def whole(right: Any, x: Any) -> Any:
+def wrong_in_the_whole_graph(site):
+    def whole(right, x):
         nodes = V.graph.graph.nodes
         cut = any("attention" in str(node.target) for node in nodes)
         return lowering.add(right(x), 1) if cut else right(x)
@@ -226,15 +226,15 @@ def wrong_in_the_whole_graph(site: Site) -> BisectCase:
     return site.case(codegen={"partition": "inductor"})
 
 
-def equal_fingerprints(site: Site) -> BisectCase:
+def equal_fingerprints(site):
     site.patch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
     return site.case(models.Twice())
 
 
-def crossed_results(site: Site) -> BisectCase:
+def crossed_results(site):
     right = plan_builder.PlanBuilder.piece
 
-    def crossed(self: Any, index: Any, piece: Any) -> None:
+    def crossed(self, index, piece):
         right(self, index, piece)
         step = self._steps[-1]
         self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
@@ -243,10 +243,8 @@ def crossed_results(site: Site) -> BisectCase:
     return site.case()
 
 
-def rows_that_mix(
-    model: torch.nn.Module | None = None, **splitting: Any
-) -> Callable[[Site], BisectCase]:
-    def plant(site: Site) -> BisectCase:
+def rows_that_mix(model=None, **splitting):
+    def plant(site):
         # `prepare` finds such a model and never pads it; without that its rows are wrong
         site.patch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
         return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
@@ -254,10 +252,10 @@ def rows_that_mix(
     return plant
 
 
-def moved_weight(site: Site) -> BisectCase:
+def moved_weight(site):
     it = site.case(sizes=(4, 4))
 
-    def reload(decision: Any) -> torch.Tensor:
+    def reload(decision):
         if decision.graph_index >= 0:
             it.model.before.weight.data = it.model.before.weight.data.clone()
         return torch.arange(4)
@@ -265,21 +263,21 @@ def moved_weight(site: Site) -> BisectCase:
     return replace(it, steps=[it.steps[0], replace(it.steps[1], metadata=reload)])
 
 
-def metadata_in_new_memory(site: Site) -> BisectCase:
+def metadata_in_new_memory(site):
     capture = lambda descriptor, mode: models.Weights(torch.ones(32), 1.0)  # noqa: E731
     return site.scaled(models.StepWeights(3.0, 1.0), capture)
 
 
-def frozen_host_value(site: Site) -> BisectCase:
+def frozen_host_value(site):
     buffer = torch.ones(32)
     capture = lambda descriptor, mode: models.Weights(buffer.fill_(0), 1.0)  # noqa: E731
     return site.scaled(models.StepWeights(3.0, 7.0, buffer), capture)
 
 
-def spoiled_replay(site: Site) -> BisectCase:
+def spoiled_replay(site):
     run = PreparedModel.run
 
-    def spoiled(self: Any, decision: Any, *args: Any, **kwargs: Any) -> Any:
+    def spoiled(self, decision, *args, **kwargs):
         result = run(self, decision, *args, **kwargs)
         if decision.mode.name == "FULL":
             result = result.clone()
@@ -290,34 +288,34 @@ def spoiled_replay(site: Site) -> BisectCase:
     return site.case()
 
 
-def wrong_silu(x: torch.Tensor) -> torch.Tensor:
+def wrong_silu(x):
     return x * torch.sigmoid(x * 1.01)
 
 
-def decomposed_wrongly(site: Site) -> BisectCase:
+def decomposed_wrongly(site):
     right, wrong = decomposition.fast_random_decomps, {ATEN.silu.default: wrong_silu}
     site.patch.setattr(decomposition, "fast_random_decomps", lambda: {**right(), **wrong})
     return site.case(models.After(models.silu))
 
 
-def lowered_wrongly(op: Any, fault: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    def plant(site: Site) -> BisectCase:
+def lowered_wrongly(op, fault, *args, **settings):
+    def plant(site):
         site.lower(op, fault)
         return site.case(*args, **settings)
 
     return plant
 
 
-def spoiled_by(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+def spoiled_by(function, *args, **settings):
     """The fault is a compiler."""
     return lambda site: site.case(*args, compiler=site.compiler(function), **settings)
 
 
-def lost_writes(site: Site) -> BisectCase:
+def lost_writes(site):
     return site.whole(models.Cached(), compiler=site.compiler(models.loses_writes))
 
 
-def a_wider_table(site: Site) -> BisectCase:
+def a_wider_table(site):
     memory = torch.ones(24)
     step, capture = (
         models.Nested(memory[: 8 * width].view(8, width), [1.0, 2.0], {"scale": 1.0})
@@ -326,8 +324,8 @@ def a_wider_table(site: Site) -> BisectCase:
     return site.reading("table", step, capture)
 
 
-def another_value(field: str) -> Callable[[Site], BisectCase]:
-    def plant(site: Site) -> BisectCase:
+def another_value(field):
+    def plant(site):
         table = torch.ones(8, 2)
         capture, step = (
             models.Nested(table, [1.0, value], {"scale": value}) for value in (2.0, 7.0)
@@ -337,14 +335,14 @@ def another_value(field: str) -> Callable[[Site], BisectCase]:
     return plant
 
 
-def changed_before_a_step(model: type[models.Tiny], change: Callable[..., Any]) -> Any:
+def changed_before_a_step(model, change):
     """`change(model, number)` is called before each step, with its number."""
 
-    def plant(site: Site) -> BisectCase:
+    def plant(site):
         it = site.case(model(), sizes=(4, 4, 4))
 
-        def changing(number: int, metadata: Any) -> Callable[[Any], Any]:
-            def at_step(decision: Any) -> Any:
+        def changing(number, metadata):
+            def at_step(decision):
                 change(it.model, number)
                 return metadata(decision)
 
@@ -356,15 +354,15 @@ def changed_before_a_step(model: type[models.Tiny], change: Callable[..., Any]) 
     return plant
 
 
-def set_factor(model: Any, number: int) -> None:
+def set_factor(model, number):
     model.factor = 4.0 if number == 1 else 1.0
 
 
-def set_gain(model: Any, number: int) -> None:
+def set_gain(model, number):
     models.GAIN[0] = 4.0 if number == 1 else 1.0
 
 
-def case(*args: Any, **settings: Any) -> Callable[[Site], BisectCase]:
+def case(*args, **settings):
     """A fault that lies in the model or the settings of the case."""
     return lambda site: site.case(*args, **settings)
 
@@ -483,7 +481,7 @@ FAULTS = [
 
 
 @contextlib.contextmanager
-def site_for(compiler: str) -> Iterator[Site]:
+def site_for(compiler):
     """A site under Inductor with a cache of its own, or under another compiler without one."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         cached = compiler == "inductor"
@@ -491,14 +489,12 @@ def site_for(compiler: str) -> Iterator[Site]:
         yield Site({"compiler": compiler, **cache}, patch)
 
 
-def find(
-    fault: Fault, compiler: str, say: Callable[[str], None] = lambda _: None
-) -> Finding | None:
+def find(fault, compiler, say=lambda _: None):
     with site_for(compiler) as site:
         return bisect(fault.plant(site), say=say)
 
 
-def main() -> None:
+def main():
     """Print a row for each fault as soon as it is known, and what the rows come to."""
     print("| planted | stage | piece | operator, pass | the line says | s |")
     print("|---|---|---|---|---|---|")

@@ -4,14 +4,11 @@ COMMANDS is a list of scenes in JSON; a scene has a command for each rank. Rank 
 what it prints into FOLDER/s-r. In scene WRONG the eager results of rank 1 are wrong.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from pathlib import Path
 from socket import socket
-from typing import Any
 
 import torch
 import torch.fx.experimental.symbolic_shapes  # so that each fork has it
@@ -21,12 +18,12 @@ from piecegraph.tools.serve import run as _run  # noqa: F401 - so that each fork
 from piecegraph.tools.serve import verify
 
 
-def run_rank(command: list[str], output: Path, environment: dict[str, str], wrong: bool) -> int:
+def run_rank(command, output, environment, wrong):
     os.environ |= environment
     torch.set_num_threads(1)
     right = verify.run_eagerly
 
-    def off_by_rank(*args: Any) -> torch.Tensor:
+    def off_by_rank(*args):
         return right(*args) + int(environment["RANK"])
 
     if wrong:
@@ -36,7 +33,7 @@ def run_rank(command: list[str], output: Path, environment: dict[str, str], wron
         return main(command)
 
 
-def run_scene(number: int, commands: list[list[str]], folder: Path, wrong: bool) -> list[int]:
+def run_scene(number, commands, folder, wrong):
     """The statuses of all ranks of a scene."""
     with socket() as free:
         free.bind(("localhost", 0))

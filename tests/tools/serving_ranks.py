@@ -7,8 +7,6 @@ and is idle afterwards. The parent serves all requests alone and forks then: Dyn
 has traced once.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -49,14 +47,14 @@ def served(features, chosen, ranks=None):
     return steps, {request.id: request.tokens for request in requests}
 
 
-def play(folder: Path, rank: int, size: int, features: dict) -> None:
+def play(folder, rank, size, features):
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
     owner = {i: size - 1 if i == 0 else i % (size - 1) for i in range(OPTIONS["requests"])}
     steps, tokens = served(features, lambda i: owner[i] == rank, Ranks(timeout_s=60.0))
     (folder / f"rank-{rank}.json").write_text(json.dumps({"steps": steps, "tokens": tokens}))
 
 
-def main() -> int:
+def main():
     folder, size, features = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     torch.set_num_threads(1)  # threads do not survive a fork
     _, alone = served(features, lambda i: True)

@@ -60,7 +60,7 @@ class Seen:
     seconds: float
 
 
-def see(scene: Scene, folder: Path) -> Seen:
+def see(scene, folder):
     """Serve with the fault, every step proved, and bisect the step that was saved."""
     with pytest.MonkeyPatch.context() as patch:
         options = scene.plant(patch, folder)
@@ -75,7 +75,7 @@ def see(scene: Scene, folder: Path) -> Seen:
         return Seen(status, out, wrong[0] if wrong else None, line, time.perf_counter() - began)
 
 
-def said(command: list[str]) -> tuple[int, str]:
+def said(command):
     """The exit status of a command, and all that it prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -83,25 +83,25 @@ def said(command: list[str]) -> tuple[int, str]:
     return status, out.getvalue()
 
 
-def configured(patch: pytest.MonkeyPatch, **settings: Any) -> None:
+def configured(patch, **settings):
     """Let the reference engine use these settings of the library."""
     right = run.library_config
     patch.setattr(run, "library_config", lambda *given: right(*given).changed(**settings))
 
 
-def rsqrt_is_sqrt(graph: torch.fx.Graph) -> None:
+def rsqrt_is_sqrt(graph):
     """A user's pass with a typing error."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.rsqrt.default:
             node.target = torch.ops.aten.sqrt.default
 
 
-def wrong_pass(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def wrong_pass(patch, folder):
     configured(patch, codegen={"passes": {"rsqrt_is_sqrt": rsqrt_is_sqrt}})
     return ["--no-cache"]
 
 
-def stale_bundle(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def stale_bundle(patch, folder):
     """What the trace read of the model is another now, and nothing compares it."""
     options = ["--cache-dir", str(folder / "cache"), "--set", "cache.verify_bundle=off"]
     status, out = said(["run", *MODEL, *options, "--verify", "none"])
@@ -109,7 +109,7 @@ def stale_bundle(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     patch.setattr(bundles, "broken_conditions", lambda *_: [])
     right = run.build_model
 
-    def changed(*given: Any) -> Any:
+    def changed(*given):
         model = right(*given)
         for layer in model.layers:
             layer.mlp_norm.eps = 1.0
@@ -119,32 +119,32 @@ def stale_bundle(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return options
 
 
-def leaking_padding(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def leaking_padding(patch, folder):
     """Tokens of padding are written into the first slot of a live request."""
     patch.setattr(metadata, "DUMP_SLOT", 16)
     return EAGER
 
 
-def frozen_field(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def frozen_field(patch, folder):
     """Attention is scaled with the longest context, a number of the metadata."""
     right = attention._decode
 
-    def scaled(query: torch.Tensor, *others: Any) -> None:
+    def scaled(query, *others):
         right(query * (1 + max(others[-1].context_lens, default=0)), *others)
 
     patch.setattr(attention, "_decode", scaled)
     return EAGER
 
 
-def frozen_number(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def frozen_number(patch, folder):
     """The same, but the number is kept beside the metadata, where nothing compares it."""
     decode, upload, longest = attention._decode, metadata.MetadataBuffers._upload, [0]
 
-    def uploaded(*given: Any, **facts: Any) -> Any:
+    def uploaded(*given, **facts):
         longest[0] = max(facts["context_lens"], default=0)
         return upload(*given, **facts)
 
-    def scaled(query: torch.Tensor, *others: Any) -> None:
+    def scaled(query, *others):
         decode(query * (1 + longest[0]), *others)
 
     patch.setattr(metadata.MetadataBuffers, "_upload", uploaded)
@@ -152,11 +152,11 @@ def frozen_number(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return EAGER
 
 
-def moved_table(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def moved_table(patch, folder):
     """The engine allocates a new block table before the fifth step, as one that grows."""
     right, steps = metadata.MetadataBuffers.fill, count(1)
 
-    def fill(self: Any, *given: Any) -> Any:
+    def fill(self, *given):
         if next(steps) == 5:
             self.tensors["block_table"] = self.tensors["block_table"].clone()
         return right(self, *given)
@@ -165,12 +165,12 @@ def moved_table(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return EAGER
 
 
-def moved_behind(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+def moved_behind(patch, folder):
     """The same of a table beside the metadata, which attention finds by itself."""
     decode, upload = attention._decode, metadata.MetadataBuffers._upload
     table, steps = [torch.zeros(129, 64, dtype=torch.int64)], count(1)
 
-    def uploaded(self: Any, *given: Any, **facts: Any) -> Any:
+    def uploaded(self, *given, **facts):
         filled = upload(self, *given, **facts)
         if facts["context_lens"] and next(steps) == 5:
             table[0] = table[0].clone()
@@ -178,7 +178,7 @@ def moved_behind(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
         table[0][: len(rows), : rows.shape[1]] = rows
         return filled
 
-    def from_table(query: Any, key: Any, value: Any, output: Any, cache: Any, given: Any) -> None:
+    def from_table(query, key, value, output, cache, given):
         rows, blocks = given.block_table.shape
         decode(query, key, value, output, cache, SimpleNamespace(
             slot_mapping=given.slot_mapping, query_start_loc=given.query_start_loc,
@@ -190,9 +190,9 @@ def moved_behind(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     return EAGER
 
 
-def wrong_size(patch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    def compiler(graph: Any, inputs: Any) -> Callable[..., Any]:
-        def code(*args: Any) -> Any:
+def wrong_size(patch, folder):
+    def compiler(graph, inputs):
+        def code(*args):
             results = graph(*args)
             hit = any(isinstance(x, torch.Tensor) and len(x) == WRONG_SIZE for x in results)
             return (

@@ -1,14 +1,10 @@
 """Each warning has a rule of `piecegraph explain`, and each rule can be shown."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from string import Formatter
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ BY_NAME = {
 """Where the name of an event is a variable: its values, by file."""
 
 
-def emitted() -> Iterator[tuple[str, set[str] | None]]:
+def emitted():
     """Each event whose level is not stated to be lower, and its facts where the code names all."""
     for path in (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -49,13 +45,13 @@ def emitted() -> Iterator[tuple[str, set[str] | None]]:
                 yield from ((each, known) for each in BY_NAME[str(path.relative_to(ROOT))])
 
 
-def warnings() -> dict[str, set[str] | None]:
+def warnings():
     kinds = [kind for kind in record_kinds() if getattr(kind, "level", 0) >= 30]
     records = {kind.event: {*kind.__dataclass_fields__} for kind in kinds}
     return {**dict(emitted()), **records}
 
 
-def test_each_warning_has_a_rule_that_can_be_shown_and_each_rule_a_warning() -> None:
+def test_each_warning_has_a_rule_that_can_be_shown_and_each_rule_a_warning():
     found = warnings()
     own = {name for name, facts in found.items() if facts and {"what", "todo"} <= facts}
     assert found.keys() - own == RULES.keys()
@@ -65,7 +61,7 @@ def test_each_warning_has_a_rule_that_can_be_shown_and_each_rule_a_warning() -> 
         assert found[name] is None or named <= found[name], name
 
 
-def test_different_warnings_are_shown_once_each_with_their_number() -> None:
+def test_different_warnings_are_shown_once_each_with_their_number():
     lost = {"event": "worker.lost", "count": 3, "newest": [{"reason": "a"}, {"reason": "a"}]}
     remark = {"event": "sizes", "count": 1, "newest": [{"what": "slow", "todo": "faster"}]}
     other = {"event": "an.engine.s", "count": 1, "newest": [{"n": 1}]}
@@ -91,7 +87,7 @@ SLOW = {
 @pytest.mark.compile
 def test_each_slow_fault_is_named_and_nothing_else_is():
     guide = (ROOT / "docs" / "guide.md").read_text()
-    page: dict[str, Any] = {}
+    page = {}
     exec(re.findall(r"^```python\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)[0], page)
     slots = torch.zeros(16, dtype=torch.int64)
     sampler = torch.compile(lambda x: x.softmax(-1), backend="eager", dynamic=False)

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from piecegraph import Config
-from piecegraph.tools.bisect import Finding, bisect
+from piecegraph.tools.bisect import bisect
 
 sys.path.append(str(Path(__file__).parent))
 from faulty_engine import HIDDEN, SCALES, Decoder, Engine, changed_process, from_step
@@ -40,68 +40,68 @@ class Fault:
     true: str = ""
 
 
-def swap_experts(engine: Engine) -> None:
+def swap_experts(engine):
     first, second = EXPERTS[0], EXPERTS[1]
     engine.model.experts[:] = [second, first]
 
 
-EXPERTS: list[Any] = []
+EXPERTS = []
 
 
-def experts(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+def experts(model, x):
     return x + model.experts[0](x)
 
 
-def own_experts(engine: Engine) -> None:
+def own_experts(engine):
     EXPERTS[:] = EXPERTS or engine.model.experts
     engine.model.experts[:] = EXPERTS
 
 
-def counted(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+def counted(model, x):
     model.seen.add_(x.new_ones(x.shape[0]).sum())
     return x + model.seen
 
 
-def total(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+def total(model, x):
     model.seen.copy_(x.abs().sum().reshape(1))
     return x
 
 
-def strided(engine: Engine, filled: Any, number: int) -> Any:
+def strided(engine, filled, number):
     if number >= 3:
         rows = filled.table.clone()
         filled.table = engine.table.as_strided(rows.shape, (1, len(rows))).copy_(rows)
     return filled
 
 
-def double_buffered(engine: Engine, filled: Any, number: int) -> Any:
+def double_buffered(engine, filled, number):
     if number % 2:
         filled.slots = filled.slots.clone()
     return filled
 
 
-def other_dtype(engine: Engine, filled: Any, number: int) -> Any:
+def other_dtype(engine, filled, number):
     if number >= 3:
         filled.lens = filled.lens.view(torch.int32)[::2]
     return filled
 
 
-def set_scale(value: float) -> Callable[[Engine], None]:
+def set_scale(value):
     return lambda engine: SCALES.__setitem__(0, value)
 
 
-def set_environment(value: str) -> Callable[[Engine], None]:
+def set_environment(value):
     return lambda engine: os.environ.__setitem__("PLANTED_GAIN", value)
 
 
-def closed_over() -> tuple[Callable[..., Any], Callable[[float], Callable[[Engine], None]]]:
+def closed_over():
     gain = 1.0
 
-    def model(model: Decoder, x: torch.Tensor) -> torch.Tensor:
+    def model(model, x):
         return x * gain
 
-    def setting(value: float) -> Callable[[Engine], None]:
-        def change(engine: Engine) -> None:
+    def setting(value):
+        def change(engine):
             nonlocal gain
             gain = value
 
@@ -110,26 +110,26 @@ def closed_over() -> tuple[Callable[..., Any], Callable[[float], Callable[[Engin
     return model, setting
 
 
-def exchange(engine: Engine) -> None:
+def exchange(engine):
     engine.layers["l0"].kv, engine.layers["l1"].kv = engine.kv(1), engine.kv(0)
 
 
-def in_order(engine: Engine) -> None:
+def in_order(engine):
     engine.layers["l0"].kv, engine.layers["l1"].kv = engine.kv(0), engine.kv(1)
 
 
-def elsewhere(engine: Engine) -> None:
+def elsewhere(engine):
     if engine.number == 3:
         engine.kv(2).copy_(engine.kv(0))
     engine.layers["l0"].kv = engine.kv(2)
 
 
-def replace_rope(engine: Engine) -> None:
+def replace_rope(engine):
     engine.model.cos = engine.model.cos.clone() if engine.number == 3 else engine.model.cos
 
 
-def assign_weight(value: torch.Tensor) -> Callable[[Engine], None]:
-    def assign(engine: Engine) -> None:
+def assign_weight(value):
+    def assign(engine):
         engine.model.down.weight.data = value
 
     return assign
@@ -138,7 +138,7 @@ def assign_weight(value: torch.Tensor) -> Callable[[Engine], None]:
 WEIGHTS = torch.rand(2, HIDDEN, HIDDEN)
 
 
-def patch_silu(value: Any) -> Callable[[Engine], None]:
+def patch_silu(value):
     return lambda engine: setattr(functional, "silu", value)
 
 
@@ -208,7 +208,7 @@ CONTROLS = [
 ]  # fmt: skip
 
 
-def find(fault: Fault, monkeypatch: pytest.MonkeyPatch, compiler: str = "eager") -> Finding | None:
+def find(fault, monkeypatch, compiler="eager"):
     # `prepare` never pads a model that mixes rows; these are to be padded
     monkeypatch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
     config = Config(

@@ -1,7 +1,5 @@
 """A wrong graph of a model without a trace: the operation, with its line and module."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import replace
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph import break_graph
-from piecegraph.tools.bisect import BisectCase, bisect
+from piecegraph.tools.bisect import bisect
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -118,7 +116,7 @@ def case():
     """`case(model, mode)` has three steps, each with another scale."""
 
     def make(model, graph_mode="PIECEWISE", sizes=(4, 3, 4), **settings):
-        it: BisectCase = site.case(model, sizes, compile=False, graph_mode=graph_mode, **settings)
+        it = site.case(model, sizes, compile=False, graph_mode=graph_mode, **settings)
 
         def capture_metadata(descriptor, mode):
             CAPTURING[0] = True

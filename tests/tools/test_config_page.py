@@ -1,18 +1,15 @@
 """docs/config.md lists every setting once, with the default it has and all choices."""
 
-from __future__ import annotations
-
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import piecegraph
 from piecegraph.settings import is_object
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "config.md").read_text()
-PARTS: dict[Any, str] = {piecegraph.Config: PAGE.partition("## Objects")[0]} | {
+PARTS = {piecegraph.Config: PAGE.partition("## Objects")[0]} | {
     getattr(piecegraph, name): text
     for name, text in re.findall(
         r"^\| \*\*`.*?(\w+)\(\.\.\.\).*?$(.*?)(?=^\| \*\*|\Z)", PAGE, re.M | re.S

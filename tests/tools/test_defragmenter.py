@@ -1,9 +1,6 @@
 """Blocks move down between steps; every request finds in them what it found before."""
 
-from __future__ import annotations
-
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
 
 
-def make(num_blocks: int, threshold: int) -> tuple[BlockManager, Any, Defragmenter]:
+def make(num_blocks, threshold):
     """Two layers, of which the second shares its values with the first."""
     keys, values, other = torch.rand(3, num_blocks, 2, 1, 2).unbind()
     layers = {"a": LayerCache(keys, values), "b": LayerCache(other, values.view_as(values))}
@@ -27,7 +24,7 @@ def make(num_blocks: int, threshold: int) -> tuple[BlockManager, Any, Defragment
     return blocks, layers, Defragmenter(blocks, layers, threshold)
 
 
-def contents(blocks: BlockManager, layers: Any) -> list[Any]:
+def contents(blocks, layers):
     tables = [blocks.table(request) for request in range(6)]
     parts = [part for layer in layers.values() for part in (layer.keys, layer.values)]
     return [part[table].tolist() for table in [[0], *tables] for part in parts]
@@ -99,7 +96,7 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
 def test_tokens_and_graphs_are_those_without_it(options):
     served = {}
     for threshold in (None, 0):
-        given_options: dict[str, Any] = {
+        given_options = {
             "model": "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32",
             "requests": 12, "length_scale": 0.1, "max_num_reqs": 3, "max_num_tokens": 12,
             "capture_sizes": "1,2,4,8", "backend": "eager", "no_cache": True, "verify": "none",
@@ -112,11 +109,11 @@ def test_tokens_and_graphs_are_those_without_it(options):
             if defragmenter is not None:
                 run = defragmenter.run
 
-                def run_and_look(run: Any = run, blocks: Any = blocks) -> None:
+                def run_and_look(run=run, blocks=blocks):
                     run()
                     assert blocks.gaps == 0
 
-                defragmenter.run = run_and_look  # type: ignore[method-assign]
+                defragmenter.run = run_and_look
             main_job.serve(service, requests, console)
             steps = [(step.mode, step.padded_tokens) for step in service.engine.log.steps]
             captured = [record["graph_index"] for record in service.prepared.report()["captures"]]

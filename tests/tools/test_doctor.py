@@ -1,10 +1,7 @@
 """`piecegraph doctor`: each finding with what to do, and a status."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,7 @@ from piecegraph.tools.cli.app import main
 from piecegraph.torch_compat.compiling import toolchain
 
 
-def doctor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str
-) -> tuple[int, dict[str, dict[str, str | None]]]:
+def doctor(tmp_path, capsys, *more):
     arguments = ["doctor", "--json", "-", "--cache-dir", str(tmp_path / "cache"), *more]
     status = main(arguments)
     return status, json.loads(capsys.readouterr().out)
@@ -49,24 +44,24 @@ def test_a_python_whose_parser_fails_beside_a_trace_is_named(monkeypatch):
     assert named == [True, False, False]
 
 
-def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(toolchain, "cpp_compiler", lambda: None)  # torch keeps its answer
 
 
-def part_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def part_off(tmp_path, monkeypatch):
     monkeypatch.setenv("PIECEGRAPH_OFF", "faster")
 
 
-def open_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def open_directory(tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
 
 
-def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor_command, "LEAST_FREE", 1 << 60)
 
 
-def missing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def missing_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", str(tmp_path / "none.pub"))
 
 

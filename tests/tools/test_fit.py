@@ -1,12 +1,9 @@
 """Fitted sizes against brute force; validation and suggestions."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from itertools import combinations
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,7 +26,7 @@ from piecegraph.tools.sizes.traffic import (
 )
 
 
-def total_cost(counts, sizes) -> float:
+def total_cost(counts, sizes):
     spent = 0.0
     for tokens, count in enumerate(counts):
         if tokens and count:
@@ -213,7 +210,7 @@ def test_suggested_sizes_follow_batches_above_every_size():
     assert all(size % 8 == 0 for size in aligned)
 
 
-SERVING: dict[str, Any] = {
+SERVING = {
     "max_num_tokens": 8192,
     "splitting_ops": ("a::b",),
     "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
@@ -221,11 +218,11 @@ SERVING: dict[str, Any] = {
 
 
 def test_suggested_sizes_may_go_as_far_as_default_sizes_may():
-    def largest(**settings: Any) -> int:
+    def largest(**settings):
         config = Config(**{**SERVING, "max_num_reqs": 16, **settings})
-        limits: list[int] = []
+        limits = []
 
-        def no_steps(limit: int) -> list[int]:
+        def no_steps(limit):
             limits.append(limit)
             return [0] * (limit + 1)
 

@@ -1,7 +1,5 @@
 """The commands of docs/starts.md that take a bundle to another machine."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -23,7 +21,7 @@ def test_the_commands_of_the_page_start_another_machine_warm(tmp_path):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {name: value for name, value in os.environ.items() if "PIECEGRAPH" not in name}
 
-    def run(*blocks: str) -> subprocess.CompletedProcess[str]:
+    def run(*blocks):
         script = "set -e\n" + "".join(blocks)
         return subprocess.run(
             ["bash", "-c", script],

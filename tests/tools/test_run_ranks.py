@@ -1,7 +1,5 @@
 """`piecegraph run` as data-parallel ranks, as torchrun starts them; most are forks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -21,7 +19,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[str]]]:
+def scenes(tmp_path_factory):
     """The statuses of both ranks, and what each printed: serving; with a rank of another strategy;
     with a rank whose eager results are wrong. The report of the first is in the last text."""
     folder = tmp_path_factory.mktemp("ranks")

@@ -1,11 +1,8 @@
 """Draws follow the softmax, and depend on a request's seed and place alone."""
 
-from __future__ import annotations
-
 import io
 import math
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ CPU, DRAWS = torch.device("cpu"), 10_000
 SCORES = [math.sin(7 * token) * 3 for token in range(40)] + [2.5, 2.5]
 
 
-def chances(scores: list[float], params: SamplingParams) -> list[float]:
+def chances(scores, params):
     """The probability of each token by the definitions, in plain Python."""
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     order = order[: params.top_k or len(order)]
@@ -37,7 +34,7 @@ def chances(scores: list[float], params: SamplingParams) -> list[float]:
     return [kept.get(token, 0.0) / sum(kept.values()) for token in range(len(scores))]
 
 
-def excess(counts: list[int], expected: list[float]) -> float:
+def excess(counts, expected):
     """Chi-square of the counts over what one in 1000 right samplers exceeds (Wilson-Hilferty).
 
     Tokens that are expected fewer than five times count as one.
@@ -95,15 +92,15 @@ def test_a_row_that_draws_from_all_tokens_keeps_even_the_rarest():
 
 
 def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(monkeypatch):
-    calls: list[tuple[int, Any]] = []
-    changed: list[int] = []
+    calls = []
+    changed = []
 
     class Watched(Sampler):
-        def sample(self, logits: Any, draws: Any) -> torch.Tensor:
+        def sample(self, logits, draws):
             calls.append((len(logits), draws))
             return super().sample(logits, draws)
 
-        def _columns_of(self, batch: Any, vocab: int) -> Any:
+        def _columns_of(self, batch, vocab):
             changed.append(len(calls))
             return super()._columns_of(batch, vocab)
 
@@ -127,7 +124,7 @@ def test_a_value_out_of_range_is_an_error():
 SMALL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 
 
-def served(**options: Any) -> list[list[int]]:
+def served(**options):
     """The tokens of each request of the trace, with mixed settings."""
     given_options = {
         "model": SMALL, "requests": 8, "length_scale": 0.1, "max_num_reqs": 4,
@@ -142,7 +139,7 @@ def served(**options: Any) -> list[list[int]]:
 
 
 @cache
-def served_one_by_one() -> list[list[int]]:
+def served_one_by_one():
     return served(mode="none", max_num_reqs=1)
 
 

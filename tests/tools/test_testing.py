@@ -1,7 +1,5 @@
 """The pytest plugin finds the faults of small engines, and none in one that is right."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from types import SimpleNamespace
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 import piecegraph as pg
-from piecegraph.tools.testing import CASES, GraphCase, case_of
+from piecegraph.tools.testing import CASES, case_of
 
 pytest_plugins = "piecegraph.testing"
 
@@ -21,7 +19,7 @@ library.define("attend(Tensor x, Tensor(a!) output) -> ()")
 torch.library.register_fake("engine_under_test::attend", lambda x, output: None, lib=library)
 
 
-def attend(x: torch.Tensor, output: torch.Tensor) -> None:
+def attend(x, output):
     """Writes a row per token to its slot, and adds the mean of the request's rows."""
     context = pg.get_forward_context()
     metadata, kv = context.metadata, context.layers["kv"].cache
@@ -36,11 +34,11 @@ library.impl("attend", attend, "CompositeExplicitAutograd")
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.up(x)
         output = torch.empty_like(hidden)
         torch.ops.engine_under_test.attend(hidden, output)
@@ -67,7 +65,7 @@ FAULTS = (
 class Engine:
     """Each request owns eight slots; the last slot of the cache is that of padding."""
 
-    def __init__(self, case: GraphCase, fault: str | None) -> None:
+    def __init__(self, case, fault):
         self.fault, self.kept = fault, None
         self.model = Model()
         self.layer = SimpleNamespace(cache=torch.zeros(SLOTS + 1, HIDDEN))
@@ -94,19 +92,19 @@ class Engine:
         self.prepared.watch("kv", self.layer.cache)
         self.numbers = torch.Generator().manual_seed(0)
 
-    def live_state(self) -> dict[str, torch.Tensor]:
+    def live_state(self):
         return {"kv": self.layer.cache[:SLOTS]}
 
-    def start(self) -> None:
+    def start(self):
         self.prepared.capture(self.dummy_metadata)
         if self.fault != "forgot seal":
             self.prepared.seal()
 
-    def dummy_metadata(self, descriptor: Any, mode: Any) -> Any:
+    def dummy_metadata(self, descriptor, mode):
         self.buffers.slots.fill_(0 if self.fault == "capture into a live slot" else SLOTS)
         return self.padded(descriptor.num_tokens)
 
-    def padded(self, num_tokens: int) -> Any:
+    def padded(self, num_tokens):
         buffers = self.buffers
         return SimpleNamespace(
             slots=buffers.slots[:num_tokens],
@@ -115,7 +113,7 @@ class Engine:
             table=buffers.table,
         )
 
-    def write(self, lengths: Any, padded: int) -> Any:
+    def write(self, lengths, padded):
         """The metadata of a step, in the buffers."""
         buffers, fault, end = self.buffers, self.fault, 0
         slots, request = [], []
@@ -144,7 +142,7 @@ class Engine:
 
     first = True
 
-    def step(self, lengths: Any, is_decode: bool) -> tuple[Any, Any]:
+    def step(self, lengths, is_decode):
         num_tokens, num_reqs = sum(lengths), len(lengths)
         self.prepared.reads_done().synchronize()
         x = torch.randn(num_tokens, HIDDEN, generator=self.numbers)
@@ -170,13 +168,13 @@ class Engine:
         self.first = False
         return (result, self.layer.cache[:SLOTS]), expected
 
-    def plain(self, x: torch.Tensor, lengths: Any, cache: torch.Tensor) -> Any:
+    def plain(self, x, lengths, cache):
         metadata = self.alone(lengths)
         layers = {"kv": SimpleNamespace(cache=cache.clone())}
         with pg.forward_context(pg.ForwardContext(layers, metadata)), torch.no_grad():
             return self.model(x), layers["kv"].cache[:SLOTS]
 
-    def alone(self, lengths: Any) -> Any:
+    def alone(self, lengths):
         """The metadata of a step without padding, in memory of its own."""
         own = Engine.__new__(Engine)
         own.fault, own.first, own.buffers = (
@@ -206,7 +204,7 @@ def test_an_engine_that_is_right_passes(delay):
     case.check(lambda case: Engine(case, None))
 
 
-def faults_found(fault: str, mode: str, strategy: str, delay: bool = False) -> str | None:
+def faults_found(fault, mode, strategy, delay=False):
     """What the plugin says of an engine with one fault."""
     case, found = case_of(mode, strategy, delay=delay), None
     try:
@@ -237,15 +235,15 @@ def test_what_a_tester_missed_is_caught_by_name(fault, message):
 class Unreferenced(Engine):
     """Returns the results of the model alone; the plugin runs the plain model."""
 
-    def step(self, lengths: Any, is_decode: bool) -> Any:
+    def step(self, lengths, is_decode):
         self.lengths = lengths
         (result, _), _ = super().step(lengths, is_decode)
         return result
 
-    def keep(self, metadata: Any, decision: Any) -> Any:
+    def keep(self, metadata, decision):
         return self.lengths
 
-    def rebuild(self, lengths: Any, decision: Any) -> Any:
+    def rebuild(self, lengths, decision):
         return self.alone(lengths)
 
 
@@ -254,11 +252,11 @@ class Unreferenced(Engine):
 def test_the_plugin_runs_the_plain_model_itself(fault, delay):
     case, engine = case_of("FULL_AND_PIECEWISE", "eager", delay=delay), list[Any]()
 
-    def make(case: GraphCase) -> Unreferenced:
+    def make(case):
         engine.append(Unreferenced(case, fault))
         return engine[0]
 
-    def check() -> None:
+    def check():
         case.check(
             make,
             keep=lambda *args: engine[0].keep(*args),

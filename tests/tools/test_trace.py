@@ -1,7 +1,5 @@
 """What a trace holds: found by the real tlparse, on a cold and on a warm start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -78,7 +76,7 @@ def rendered(command, folder):
 
 def traced_run(arguments, folder):
     """Artifacts of the main job by name, as tlparse renders them."""
-    found: dict[str, list[str]] = {}
+    found = {}
     command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
     pages = rendered(command, folder).glob("*/piecegraph_*")
     for page in sorted(pages, key=lambda page: int(page.stem.rpartition("_")[2])):

@@ -1,9 +1,6 @@
 """Warm-up of the reference engine does not change caches or random state."""
 
-from __future__ import annotations
-
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +13,18 @@ from piecegraph.tools.serve.requests import read_requests
 
 @pytest.mark.compile
 def test_kv_contents_and_random_state_are_as_before(monkeypatch):
-    before: dict[str, Any] = {}
-    layers: dict[str, Any] = {}
+    before = {}
+    layers = {}
     make, make_tasks = run.prepare, run._warmup_tasks
 
-    def caches() -> list[torch.Tensor]:
+    def caches():
         return [part for layer in layers.values() for part in (layer.keys, layer.values)]
 
-    def prepare(*args: Any, **kwargs: Any) -> Any:
+    def prepare(*args, **kwargs):
         layers.update(kwargs["layers"])
         return make(*args, **kwargs)
 
-    def fill_first(engine: Any, model: Any) -> Any:
+    def fill_first(engine, model):
         for cache in caches():
             cache.copy_(torch.rand_like(cache))
         before["caches"] = [cache.clone() for cache in caches()]

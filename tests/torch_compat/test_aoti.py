@@ -1,10 +1,6 @@
 """AOTInductor libraries: compile, load."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ TOOLCHAIN = toolchain_directory("")
 CPU = torch.device("cpu")
 
 
-def applied_to_itself(op: Callable[..., Any]) -> tuple[torch.fx.GraphModule, torch.Tensor]:
+def applied_to_itself(op):
     """The graph of `op(x, x)`, and a fake `x`."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from piecegraph.torch_compat.faster.equal_layers.trace_with_copies import trace_with_copies
 from piecegraph.torch_compat.tracing.dynamo import (
-    Captured,
     capture_full_graph,
     dynamo_tracing,
     mark_dynamic,
@@ -99,7 +97,7 @@ class Stack(nn.Module):
 class Parts(nn.Module):
     """A layer of which two weights are parts of one memory, or are not."""
 
-    def __init__(self, of_one: bool) -> None:
+    def __init__(self, of_one):
         super().__init__()
         whole = torch.ones(16, 8)
         self.low = nn.Parameter(whole[:8])
@@ -112,7 +110,7 @@ class Parts(nn.Module):
 class Unlike(nn.Module):
     """Calls of equal form, of which some have arguments or weights that share memory."""
 
-    def __init__(self, of_one: tuple[bool, ...], views: tuple[bool, ...]) -> None:
+    def __init__(self, of_one, views):
         super().__init__()
         self.layers, self.views = nn.ModuleList(map(Parts, of_one)), views
 
@@ -123,7 +121,7 @@ class Unlike(nn.Module):
         return x
 
 
-def captured(model: nn.Module) -> tuple[Captured, int]:
+def captured(model):
     torch._dynamo.reset()
     x = torch.ones(5, 8)
     mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
@@ -133,7 +131,7 @@ def captured(model: nn.Module) -> tuple[Captured, int]:
     return trace.captured, trace.copied
 
 
-def captured_whole(model: nn.Module) -> Captured:
+def captured_whole(model):
     torch._dynamo.reset()
     x = torch.ones(5, 8)
     mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
@@ -143,12 +141,12 @@ def captured_whole(model: nn.Module) -> Captured:
     return found
 
 
-def values_of(found: Captured) -> list[Any]:
+def values_of(found):
     """All that can be read of the example values: which are one object and which share memory
     as the position of the first."""
-    objects: dict[int, int] = {}
-    memory: dict[int, int] = {}
-    facts: list[Any] = []
+    objects = {}
+    memory = {}
+    facts = []
     for node in found.graph.graph.nodes:
         for value in torch.utils._pytree.tree_leaves(node.meta.get("example_value")):
             facts.append((str(node.target), type(value).__name__))
@@ -168,14 +166,14 @@ def values_of(found: Captured) -> list[Any]:
     return facts
 
 
-def with_memory_of_another() -> nn.Module:
+def with_memory_of_another():
     """A stack of which two weights are two parameters on one memory."""
     model = Stack(views)
     model.layers[2].weight.data = model.layers[1].weight.data
     return model
 
 
-def of_many_forms() -> nn.Module:
+def of_many_forms():
     """A stack whose weights differ in what a fake tensor keeps of them; each layer is like two."""
     model = nn.Module.__new__(Stack)
     nn.Module.__init__(model)

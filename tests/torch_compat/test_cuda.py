@@ -20,7 +20,7 @@ def test_names_for_a_device_exist_without_one():
 def test_object_that_is_kept_forever_gains_a_reference():
     graph = object()
     before = sys.getrefcount(graph)
-    cuda.keep_forever(graph)  # type: ignore[arg-type]
+    cuda.keep_forever(graph)
     assert sys.getrefcount(graph) == before + 1
 
 

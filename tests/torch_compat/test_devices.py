@@ -1,9 +1,6 @@
 """A process with an accelerator that is no CUDA device: random numbers, autocast and keys."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ XPU = torch.device("xpu")
 
 
 @pytest.fixture
-def xpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+def xpu(monkeypatch):
     """torch's module of the one XPU of this process, which has seeds instead of generators."""
     seeds = [7]
     module = SimpleNamespace(

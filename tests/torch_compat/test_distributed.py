@@ -1,10 +1,6 @@
 """The store of a process group."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +9,7 @@ from piecegraph.torch_compat.basics.distributed import process_group_store
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
+def group(tmp_path):
     dist.init_process_group("gloo", f"file://{tmp_path}/store", timedelta(seconds=20), 1, 0)
     yield
     dist.destroy_process_group()

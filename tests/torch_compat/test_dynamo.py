@@ -1,12 +1,9 @@
 """One full-graph capture, its inputs and errors; registered backends."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +15,19 @@ SCALE = 3
 
 
 class Scaled(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(2))
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         return {"y": doubled(x) * self.weight * SCALE}
 
 
-def doubled(x: torch.Tensor) -> torch.Tensor:
+def doubled(x):
     return x if "PIECEGRAPH_TEST_VARIABLE" in os.environ else x * 2
 
 
-def captured(model: torch.nn.Module, x: torch.Tensor) -> Any:
+def captured(model, x):
     with dynamo.dynamo_tracing("backed_size_oblivious"):
         return dynamo.capture_full_graph(model, (x,), {})
 
@@ -60,7 +57,7 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes):
 
 def test_model_without_tensor_operations_has_no_graph():
     class Nothing(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> int:
+        def forward(self, x):
             return 1
 
     assert captured(Nothing(), torch.zeros(2)) is None
@@ -70,7 +67,7 @@ def test_settings_of_a_trace_are_put_back():
     import torch._dynamo.config as dynamo_config
     from torch.fx.experimental import _config as shapes_config
 
-    def state() -> list[Any]:
+    def state():
         return [dynamo_config.automatic_dynamic_shapes, shapes_config.backed_size_oblivious]
 
     before = state()
@@ -83,7 +80,7 @@ def test_settings_of_a_trace_are_put_back():
 
 def test_line_of_an_error_is_the_users():
     class Breaks(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             torch._dynamo.graph_break()  # here
             return x + 1
 
@@ -104,12 +101,12 @@ def test_registered_backends_are_found_by_name():
 
 
 def test_op_without_a_fake_is_named():
-    library: Any = torch.library.Library("piecegraph_no_fake", "DEF")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("piecegraph_no_fake", "DEF")
     library.define("f(Tensor x) -> Tensor")
     library.impl("f", torch.clone, "CPU")
 
     class Calls(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return torch.ops.piecegraph_no_fake.f(x)
 
     with pytest.raises(Exception, match=r".") as caught:
@@ -142,7 +139,7 @@ def test_a_guard_on_an_attribute_whose_source_is_the_attribute():
 )
 def test_contexts_in_a_graph_are_recognized(make, gradients):
     class Inside(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             with make():
                 return x @ x
 
@@ -157,7 +154,7 @@ def test_contexts_in_a_graph_are_recognized(make, gradients):
 def test_current_shape_env_is_that_of_the_sizes_a_backend_gets():
     found = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def backend(graph, inputs):
         env = dynamo.current_shape_env()
         found.extend(env is x.node.shape_env for x in inputs if isinstance(x, torch.SymInt))
         return graph

@@ -1,12 +1,9 @@
 """Standalone artifacts: compile, store, load; options and passes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ TOOLCHAIN = toolchain_directory("")
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def directories() -> list[str | None]:
+def directories():
     return [os.environ.get(name) for name in NAMES]
 
 
@@ -31,7 +28,7 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(before, tmp_path
         if before is not None:
             monkeypatch.setenv(name, before)
 
-    def fail_inside() -> None:
+    def fail_inside():
         with inductor.inductor_cache_directory(str(tmp_path)):
             from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
@@ -48,9 +45,9 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(before, tmp_path
 def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    seen: list[bool] = []
+    seen = []
 
-    def use(number: int) -> None:
+    def use(number):
         path = str(tmp_path / str(number))
         for _ in range(20):
             with inductor.inductor_cache_directory(path):
@@ -69,7 +66,7 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path):
     assert os.environ.get(NAMES[0]) == before
 
 
-def doubled() -> tuple[torch.fx.GraphModule, list[Any]]:
+def doubled():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.add, (x, x)),))
@@ -112,7 +109,7 @@ def test_code_in_a_folder_is_loaded_from_there(tmp_path):
 def test_pass_has_the_form_that_inductor_takes():
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    seen: list[Any] = []
+    seen = []
     made = inductor.graph_pass(seen.append, ["key"])
     assert isinstance(made, CustomGraphPass)
     graph = torch.fx.Graph()

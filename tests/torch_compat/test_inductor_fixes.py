@@ -1,15 +1,10 @@
 """Each repair gives right results where stock torch gives wrong ones."""
 
-from __future__ import annotations
-
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
 from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat.basics import tensors
@@ -21,7 +16,7 @@ TOOLCHAIN = toolchain_directory("")
 def test_a_mutation_is_found_through_views():
     aten = torch.ops.aten
 
-    def graph(mutate: bool, *views: Any) -> torch.fx.Node:
+    def graph(mutate, *views):
         made = torch.fx.Graph()
         x = made.placeholder("x")
         last = x
@@ -39,9 +34,9 @@ def test_a_mutation_is_found_through_views():
 
 
 @pytest.fixture
-def ops() -> Iterator[Any]:
+def ops():
     """`accumulate` adds to its first argument in place; `fresh` copies."""
-    library: Any = torch.library.Library("piecegraph_fixes", "DEF")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("piecegraph_fixes", "DEF")
     library.define("accumulate(Tensor(a!) x, Tensor y) -> ()")
     library.define("fresh(Tensor x) -> Tensor")
     library.impl("accumulate", _accumulate, "CPU")
@@ -52,15 +47,15 @@ def ops() -> Iterator[Any]:
     library._destroy()
 
 
-def _accumulate(x: Tensor, y: Tensor) -> None:
+def _accumulate(x, y):
     x.add_(y)
 
 
-def _nothing(x: Tensor, y: Tensor) -> None:
+def _nothing(x, y):
     return None
 
 
-def compiled_right(body: Callable[[Tensor], Any], repair: AbstractContextManager[None]) -> bool:
+def compiled_right(body, repair):
     """Whether Inductor's code for `body` gives what `body` gives."""
     import torch._inductor.config as inductor_config
 
@@ -79,7 +74,7 @@ REPAIRED = pytest.mark.parametrize("repaired", [True, pytest.param(False, marks=
 @pytest.mark.compile
 @REPAIRED
 def test_reads_before_mutations(ops, repaired):
-    def body(x: Tensor) -> Tensor:
+    def body(x):
         h = x @ x.T
         b = h * 1.5
         ops.accumulate(h, b + 1)
@@ -92,7 +87,7 @@ def test_reads_before_mutations(ops, repaired):
 @pytest.mark.compile
 @REPAIRED
 def test_unshared_cat_parts(repaired):
-    def body(x: Tensor) -> tuple[Tensor, Tensor]:
+    def body(x):
         part = x @ x
         whole = torch.cat([part, x], 1)
         whole[torch.tensor([0, 1])] = 7.0
@@ -105,7 +100,7 @@ def test_unshared_cat_parts(repaired):
 def test_lowering_is_repaired_only_inside():
     from torch._inductor import ir
 
-    def state() -> list[Any]:
+    def state():
         return [vars(ir.FallbackKernel)["create"], vars(ir.ConcatKernel)["create"]]
 
     before = state()
@@ -125,14 +120,14 @@ def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loade
     from torch._inductor import codecache, triton_bundler
 
     class Result:
-        def __init__(self, name: str) -> None:
+        def __init__(self, name):
             self.name = name
 
-        def reload_cubin_path(self) -> None:
+        def reload_cubin_path(self):
             if self.name == "lost":
                 raise RuntimeError("no cubin")
 
-    def kernels(*names: str) -> list[Any]:
+    def kernels(*names):
         kernel = SimpleNamespace(compile_results=[Result(name) for name in names])
         return [SimpleNamespace(kernel=kernel, kernel_name="k", cache_key="key")]
 

@@ -1,18 +1,15 @@
 """What a trace ran through: functions, calls that became constants, what was absent."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from piecegraph.torch_compat.tracing.dynamo import capture_full_graph, dynamo_tracing
-from piecegraph.torch_compat.tracing.inlined import Inlined, inlined_calls
+from piecegraph.torch_compat.tracing.inlined import inlined_calls
 
 
 class Options:
@@ -20,11 +17,11 @@ class Options:
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.options: Any = Options()
+        self.options = Options()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = scaled(x) + len(os.environ.get("PIECEGRAPH_TEST_VARIABLE", ""))
         try:
             return x * self.options.gain  # here
@@ -32,16 +29,16 @@ class Model(torch.nn.Module):
             return x + sys.getrecursionlimit() + max([1, 2], key=negative)
 
 
-def negative(value: int) -> int:
+def negative(value):
     return -value
 
 
-def scaled(x: torch.Tensor) -> torch.Tensor:
+def scaled(x):
     return x * math.sqrt(4.0)
 
 
 @pytest.fixture(scope="module")
-def inlined() -> Inlined:
+def inlined():
     with dynamo_tracing("backed"):
         captured = capture_full_graph(Model(), (torch.zeros(2),), {})
     return captured.inlined

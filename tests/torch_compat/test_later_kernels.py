@@ -1,9 +1,5 @@
 """C++ kernels are built while the code of the next piece is generated."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,10 +18,10 @@ def test_code_is_generated_without_waiting_for_its_kernels(tmp_path, monkeypatch
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
-    loaded: list[str] = []
+    loaded = []
     load, wait = codecache.CppPythonBindingsCodeCache._load_library, AsyncCompile.wait
 
-    def noted(path: str, key: str) -> Any:
+    def noted(path, key):
         loaded.append(path)
         return load.__func__(codecache.CppPythonBindingsCodeCache, path, key)
 

@@ -1,10 +1,7 @@
 """A module matches a region if it equals the module of the region."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,16 +18,16 @@ pytestmark = [
 class Options:
     __slots__ = ("__dict__", "size")
 
-    def __init__(self, size: int, **given: Any) -> None:
+    def __init__(self, size, **given):
         self.size = size
         vars(self).update(given)
 
-    def method(self) -> int:
+    def method(self):
         return self.size
 
 
 class Layer(nn.Module):
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__()
         self.linear, self.name, self.sizes = nn.Linear(2, 2), "layer.0", [1, {"more": (2.0,)}]
         self.number, self.options = 7, Options(4)
@@ -77,7 +74,7 @@ def test_modules_are_compared_by_value(given, alike):
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
     none = {"id_to_variable": {}, "store_attr_mutations": {}}
     graph.side_effects = type("Effects", (), {**none, "__contains__": lambda *_: False})()
-    tx: Any = SimpleNamespace(output=graph)
+    tx = SimpleNamespace(output=graph)
     root = LocalSource("self")
     first, second = Layer(), Layer(**given)
     scope = {"self": SimpleNamespace(first=first, second=second)}

@@ -1,9 +1,6 @@
 """Hooks of modules, and the dict that holds a parameter or buffer."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +8,7 @@ from torch import nn
 from piecegraph.torch_compat.basics import modules
 
 
-def hook(*args: Any) -> None:
+def hook(*args):
     return None
 
 
@@ -43,7 +40,7 @@ def test_places_of_replaced_tensors_and_modules_are_read():
     names = ("0.0.weight", "0.0.running_mean")
     reads = [modules.place_reader(model, name, torch.Tensor.data_ptr) for name in names]
 
-    def places() -> list[modules.Place]:
+    def places():
         tensors = (model[0][0].weight, model[0][0].running_mean)
         return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
@@ -61,12 +58,12 @@ def test_places_of_replaced_tensors_and_modules_are_read():
 
 def test_function_that_a_call_runs():
     class Called(nn.Linear):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args, **kwargs):
             return super().__call__(*args, **kwargs)
 
     module = nn.Linear(2, 2)
     assert modules.called_function(module) is nn.Linear.forward
-    module.forward = partial(module.forward)  # type: ignore[method-assign]
+    module.forward = partial(module.forward)
     assert modules.called_function(module) is nn.Linear.forward
     module.register_forward_hook(hook)
     assert modules.called_function(module) is nn.Module.__call__

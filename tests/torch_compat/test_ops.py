@@ -38,7 +38,7 @@ def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library):
 
 
 def test_fake_implementations_are_found_however_they_were_registered():
-    library: Any = torch.library.Library("piecegraph_compat", "DEF")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("piecegraph_compat", "DEF")
     library.define("f(Tensor x) -> Tensor")
 
     def fake(x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +59,9 @@ def test_only_a_triton_kernel_tells_what_it_writes_to():
 
 
 @pytest.fixture
-def library() -> Any:
+def library():
     """Ops of one test: `write` has one overload, `two` has two."""
-    made: Any = torch.library.Library("piecegraph_ops", "DEF")  # type: ignore[no-untyped-call]
+    made = torch.library.Library("piecegraph_ops", "DEF")
     made.define("write(Tensor x, Tensor(a!) out, *, Tensor(b!)? more=None) -> ()")
     made.define("two(Tensor x) -> Tensor")
     made.define("two.scaled(Tensor x, float by) -> Tensor")
@@ -132,7 +132,7 @@ def test_function_of_a_custom_op_is_found():
 
 
 def test_only_a_kernel_in_python_for_every_device_is_one_that_a_compiler_could_see():
-    def place(function: Any) -> str:
+    def place(function):
         return f"{__file__}:{function.__code__.co_firstlineno}"
 
     def plus(x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def test_only_a_kernel_in_python_for_every_device_is_one_that_a_compiler_could_s
 
 
 class Scaled:
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor):
         self.factor, self.calls = factor, 0
 
     def scale(self, x: torch.Tensor, n: int, *, s: str) -> torch.Tensor:
@@ -220,11 +220,11 @@ def test_an_op_of_torch_that_was_overridden_is_named():
         library.impl("linear", lambda x, w, b=None: x @ w.t(), "CompositeImplicitAutograd")
         assert ops.overridden_ops() == [(aten.linear.default, "CompositeImplicitAutograd")]
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+        library._destroy()
     assert ops.overridden_ops() == []
 
 
-def wrapping(function: Any) -> Any:
+def wrapping(function):
     @functools.wraps(function)
     def call(x: torch.Tensor) -> Any:
         return function(x)
@@ -278,7 +278,7 @@ def test_a_mode_sees_the_ops_inside_a_kernel_that_is_called(library):
     seen = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append(ops.op_name(func))
             return func(*args, **(kwargs or {}))
 

@@ -1,10 +1,8 @@
 """What a thread that traces changes in torch is not seen by another one, which stops it midway."""
 
-from __future__ import annotations
-
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -20,15 +18,15 @@ from piecegraph.torch_compat.tracing.other_threads import keep_device_guard, uns
 class Midway:
     """Lets the test's thread act while another one is in the middle of its work."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._reached, self._go_on = threading.Event(), threading.Event()
 
-    def stop_here(self) -> None:
+    def stop_here(self):
         self._reached.set()
         assert self._go_on.wait(300)
 
     @contextmanager
-    def of(self, work: Callable[[], object]) -> Iterator[None]:
+    def of(self, work):
         """`work` runs in a thread, and is at `stop_here` inside the block."""
         thread = threading.Thread(target=work)
         thread.start()
@@ -44,15 +42,15 @@ def test_a_module_that_another_thread_calls_is_not_traced():
     midway, graphs = Midway(), []
 
     class Traced(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.Linear(2, 2)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             midway.stop_here()
             return self.inner(x) * self.inner.weight
 
-    def trace() -> None:
+    def trace():
         with unseen_by_other_threads():
             graphs.append(torch.fx.symbolic_trace(Traced()).graph)
 
@@ -70,11 +68,11 @@ Trace = tuple[Midway, Callable[[], None]]
 
 
 @pytest.fixture
-def traced_midway() -> Iterator[Trace]:
+def traced_midway():
     """A trace that stops in the fake implementation of an op."""
     midway = Midway()
 
-    def fake(x: torch.Tensor) -> torch.Tensor:
+    def fake(x):
         midway.stop_here()
         return torch.empty_like(x)
 
@@ -84,10 +82,10 @@ def traced_midway() -> Iterator[Trace]:
     torch.library.register_fake("other_threads_tests::wait", fake, lib=library)
 
     @torch.compile(backend="eager", fullgraph=True)
-    def function(x: torch.Tensor) -> torch.Tensor:
+    def function(x):
         return torch.ops.other_threads_tests.wait(x) + 1
 
-    def trace() -> None:
+    def trace():
         with unseen_by_other_threads(), dynamo_tracing("backed"):
             function(torch.ones(2))
 
@@ -126,9 +124,9 @@ def test_settings_of_another_thread_stay(traced_midway):
 
 def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ended():
     keep_device_guard()
-    shapes: list[torch.Size] = []
+    shapes = []
 
-    def trace() -> None:
+    def trace():
         with FakeTensorMode() as mode:
             shapes.append((mode.from_tensor(torch.ones(3)) * 2).shape)
 
@@ -143,12 +141,12 @@ def test_what_another_tracer_replaced_does_not_come_back():
     """Dynamo takes it back, and puts it there again after that tracer has ended."""
     midway, before = Midway(), (nn.Module.__call__, nn.Module.__getattr__)
 
-    def trace() -> None:
+    def trace():
         with unseen_by_other_threads(), symbolic_trace._maybe_revert_all_patches():
             midway.stop_here()
 
     class Traced(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             midway_through.enter_context(midway.of(trace))
             return x
 

@@ -1,9 +1,5 @@
 """Code that is cut at an op; everything replaced in torch is put back."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,20 +12,20 @@ from piecegraph.torch_compat.compiling import inductor, partition
 def test_code_is_cut_at_an_op_and_torch_is_put_back():
     from torch._inductor import output_code, scheduler
 
-    def state() -> list[Any]:
+    def state():
         return [scheduler.Scheduler.graph_partition, output_code.CompiledFxGraph.__call__]
 
     before, calls = state(), list[str]()
-    library: Any = torch.library.Library("piecegraph_cut", "DEF")  # type: ignore[no-untyped-call]
+    library = torch.library.Library("piecegraph_cut", "DEF")
     library.define("here(Tensor x) -> Tensor")
     library.impl("here", torch.clone, "CPU")
     torch.library.register_fake("piecegraph_cut::here", torch.empty_like, lib=library)
 
-    def run(original: Any, code: Any, args: Any) -> Any:
+    def run(original, code, args):
         calls.append("code")
         return original(code, args)
 
-    def hook(code: Any) -> Any:
+    def hook(code):
         return lambda args: calls.append("partition") or code(args)
 
     try:

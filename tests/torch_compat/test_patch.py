@@ -1,7 +1,5 @@
 """Process-wide state of torch: the lock, cache variables, modes, replacements."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ def test_nobody_compiles_beside_us():
 
     inside = threading.Event()
 
-    def enter() -> None:
+    def enter():
         with patch.preserve_cache_variables():
             inside.set()
 
@@ -46,12 +44,12 @@ def test_the_lock_is_dynamos_own():
 def test_replaced_attributes_come_back_as_they_were():
     class Owner:
         @classmethod
-        def name(cls) -> str:
+        def name(cls):
             return "original"
 
     before = vars(Owner)["name"]
 
-    def fail_inside() -> None:
+    def fail_inside():
         with patch.replaced(Owner, "name", lambda: "other"):
             assert Owner.name() == "other"
             raise ZeroDivisionError
@@ -76,7 +74,7 @@ def test_compiler_lock_takes_the_lock_of_dynamo_first():
 
     waiting, inside = threading.Event(), threading.Event()
 
-    def enter() -> None:
+    def enter():
         waiting.set()
         with patch.compiler_lock():
             inside.set()
@@ -92,9 +90,9 @@ def test_compiler_lock_takes_the_lock_of_dynamo_first():
 
 
 def test_somebody_who_compiles_is_seen_from_another_thread():
-    seen: list[bool] = []
+    seen = []
 
-    def look() -> None:
+    def look():
         seen.append(patch.somebody_compiles())
 
     for inside in (patch.compiler_lock(), nullcontext()):
@@ -108,11 +106,11 @@ def test_somebody_who_compiles_is_seen_from_another_thread():
 class Exported(nn.Module):
     """Waits in the middle of its export, where modes of its own are hidden, too."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inside, self.go_on = threading.Event(), threading.Event()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + 1
         with without_modes():
             assert (torch.ones(1) - 1).item() == 0
@@ -127,7 +125,7 @@ def test_an_export_in_another_thread_goes_on(hidden):
     before, model, graphs = torch._ops.mode_stack_state_for_pre_dispatch, Exported(), []
     size = ShapeEnv().create_unbacked_symint()
 
-    def export() -> None:
+    def export():
         graphs.append(torch.export.export(model, (torch.ones(2),)).graph)
 
     thread = threading.Thread(target=export)
@@ -145,7 +143,7 @@ def test_threads_leave_their_modes_of_export_in_any_order():
     before = torch._ops.mode_stack_state_for_pre_dispatch
     inside, go_on, own = threading.Event(), threading.Event(), []
 
-    def enter() -> None:
+    def enter():
         with patch.own_export_modes():
             inside.set()
             assert go_on.wait(300)

@@ -1,9 +1,5 @@
 """Graphs as data for other processes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
@@ -21,11 +17,11 @@ from piecegraph.torch_compat.compiling.piece_data import (
 pytestmark = pytest.mark.compile
 
 
-def plus_one(x: Any) -> Any:
+def plus_one(x):
     return x + 1
 
 
-def piece(function: Any, *tensors: torch.Tensor) -> GraphModule:
+def piece(function, *tensors):
     """A graph of one call with these inputs, of which the first dimension is symbolic."""
     graph, mode = Graph(), fresh_fake_mode()
     nodes = []

@@ -1,10 +1,7 @@
 """Private names of torch are used in torch_compat only, and each of its functions is tested."""
 
-from __future__ import annotations
-
 import ast
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -22,25 +19,25 @@ PRIVATE_ATTRIBUTES = frozenset(
 """Attributes of torch's objects that are private or differ between versions."""
 
 
-def chain(node: ast.expr) -> list[str]:
+def chain(node):
     """`torch.a.b` as names; empty if it does not start with a name."""
-    names: list[str] = []
+    names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
     return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def is_private_path(names: list[str]) -> bool:
+def is_private_path(names):
     """Whether names from `torch` on lead into something private; names of ops are public."""
     return names[:1] == ["torch"] and names[1:2] != ["ops"] and any(map(is_private, names))
 
 
-def private_uses(source: str) -> Iterator[tuple[int, str]]:
+def private_uses(source):
     """Lines that use a private name of torch, and the name."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -112,7 +109,7 @@ def test_each_public_function_of_torch_compat_has_a_test(package_sources):
     assert not missing
 
 
-def private_paths(source: str) -> set[str]:
+def private_paths(source):
     """Private names of torch that `source` imports, or reaches from what it imports."""
     tree = ast.parse(source)
     paths, local = set[str](), {"torch": "torch"}
@@ -130,7 +127,7 @@ def private_paths(source: str) -> set[str]:
     return {path for path in paths | set(local.values()) if is_private_path(path.split("."))}
 
 
-def exists(path: str) -> bool:
+def exists(path):
     """Whether torch has the name; what is below an object that is neither module nor class is not
     looked at."""
     value, names = torch, path.split(".")

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 NUM_LAYERS = 12
-traced: list[str] = []
+traced = []
 
 
 @torch.library.custom_op("public_regions::attention", mutates_args=())
@@ -27,16 +27,16 @@ def _(x: Tensor, name: str) -> Tensor:
 
 
 class Layer(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
         self.linear, self.name = nn.Linear(8, 8), name
 
     @torch.compiler.nested_compile_region
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.public_regions.attention(self.linear(x).relu(), self.name)  # type: ignore[no-any-return]
+        return torch.ops.public_regions.attention(self.linear(x).relu(), self.name)
 
 
-def num_traced(names: list[str]) -> int:
+def num_traced(names):
     """How many layers torch traces until it fails or has traced all."""
     model = nn.Sequential(*map(Layer, names)).requires_grad_(False)
     traced.clear()

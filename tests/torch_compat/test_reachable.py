@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,14 +23,14 @@ SCALES = [1.0, 2.0]
 
 
 class Plain:
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         self.held = held
 
 
 class Slots:
     __slots__ = ("held",)
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         self.held = held
 
 
@@ -39,27 +38,27 @@ class Queue(deque[Any]):
     """Holds what neither its `__dict__` nor a slot shows."""
 
 
-def of_arguments(x: torch.Tensor) -> torch.Tensor:
+def of_arguments(x):
     return x * SCALES[0]
 
 
-def of_a_module(x: torch.Tensor) -> Any:
+def of_a_module(x):
     return LINEAR(x)
 
 
-def of_identity(x: Any) -> int:
+def of_identity(x):
     return id(x)
 
 
-def with_default(x: torch.Tensor, layer: Any = LINEAR) -> Any:
+def with_default(x, layer=LINEAR):
     return layer(x)
 
 
-def nested(x: torch.Tensor) -> Any:
+def nested(x):
     return (lambda: LINEAR(x))()
 
 
-def closure(over: Any) -> Callable[..., Any]:
+def closure(over):
     return lambda x: over(x)
 
 
@@ -78,7 +77,7 @@ def test_what_a_function_knows(function, knows_none):
 
 @pytest.mark.parametrize("held", [LINEAR, id, hash])
 def test_what_a_value_reaches(held):
-    ways: list[Callable[[Any], Any]] = [
+    ways = [
         lambda value: value,
         lambda value: {"key": [(value,)]},
         functools.partial(functools.partial, print),
@@ -96,19 +95,19 @@ def test_what_a_value_reaches(held):
 
 def test_known_modules_may_be_reached():
     held, other = [LINEAR, 1.0], nn.Linear(2, 2)
-    seen: dict[int, Any] = {}
+    seen = {}
     assert reaches_only(held, [LINEAR, other], seen)
     assert [*seen.values()] == [held, LINEAR]
     assert not reaches_only(held, [other])
 
 
 class Reading(Slots):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return self.held
 
 
 class Setting(Plain):
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name, value):
         SCALES.append(value)
 
 
@@ -117,22 +116,22 @@ class Property(Plain):
 
 
 class Looking(Plain):
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         self.held = held[0]
 
 
 class Calling(Plain):
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         super().__init__(held)
 
 
 class Making(Plain):
-    def __new__(cls, held: Any) -> Any:
+    def __new__(cls, held):
         return SCALES
 
 
 class Replacing(type):
-    def __call__(cls, held: Any) -> Any:
+    def __call__(cls, held):
         return SCALES
 
 
@@ -141,7 +140,7 @@ class Replaced(Plain, metaclass=Replacing):
 
 
 class Constant:
-    def __init__(self, one: Any, other: Any = 2) -> None:
+    def __init__(self, one, other=2):
         self.one = one
         self.other = other
         self.kind = "kind"

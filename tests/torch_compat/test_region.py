@@ -1,9 +1,6 @@
 """The forms of arguments, and names among the arguments of nodes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ def test_arguments_of_different_form():
 
     from piecegraph.torch_compat.faster.equal_layers.region import form_of
 
-    def form(*values: Any) -> Any:
+    def form(*values):
         items = [ConstantVariable.create(each) for each in values]
         return form_of(TupleVariable(items), [])
 
@@ -51,7 +48,7 @@ def test_results_of_nodes_are_compared_by_form():
     import_dynamo()
     from piecegraph.torch_compat.faster.equal_layers.copies import form_of_node
 
-    def node(*results: object) -> torch.fx.Node:
+    def node(*results):
         made = torch.fx.Graph().call_function(torch.relu, ())
         made.meta["example_value"] = results
         return made
@@ -82,17 +79,17 @@ def test_changes_of_plain_objects_are_compared_and_of_others_unknown():
     from piecegraph.torch_compat.faster.equal_layers.region import changes_of
 
     class Effects:
-        def __init__(self, *variables: Any) -> None:
+        def __init__(self, *variables):
             self.id_to_variable = dict(enumerate(variables))
             self.store_attr_mutations = {each: {"count": 1} for each in variables}
 
-        def is_modified(self, variable: Any) -> bool:
+        def is_modified(self, variable):
             return True
 
-    def changes(*variables: Any) -> Any:
+    def changes(*variables):
         return changes_of(SimpleNamespace(output=SimpleNamespace(side_effects=Effects(*variables))))
 
-    there: Any = {"mutation_type": AttributeMutationExisting(), "source": LocalSource("x")}
+    there = {"mutation_type": AttributeMutationExisting(), "source": LocalSource("x")}
     own = UserDefinedObjectVariable(SimpleNamespace(), **there)
     other = UserDefinedObjectVariable(SimpleNamespace(), **there)
     made = ListVariable([], **there)

@@ -1,10 +1,7 @@
 """Code of Inductor in programs that compile regions themselves."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +11,15 @@ from piecegraph.torch_compat.compiling.regions import regions_noted, regions_thr
 
 def test_code_of_inductor_is_called_through_a_hook(monkeypatch):
     class Code:
-        def __call__(self, args: list[int]) -> int:
+        def __call__(self, args):
             return sum(args.pop() for _ in range(len(args)))  # the code empties its list
 
     module = SimpleNamespace(CompiledFxGraph=Code)
     monkeypatch.setitem(sys.modules, "torch._inductor.output_code", module)
-    seen: list[Any] = []
+    seen = []
 
-    def hook(code: Any) -> Any:
-        def call(args: list[int]) -> int:
+    def hook(code):
+        def call(args):
             seen.append(list(args))
             return int(code(args))
 
@@ -40,7 +37,7 @@ def test_code_of_inductor_is_called_through_a_hook(monkeypatch):
 def test_a_region_that_a_program_enters_is_noted():
     region = torch.compile(lambda x: x + 1, backend="eager")
     region(torch.ones(1))
-    entered: list[None] = []
+    entered = []
     with regions_noted(lambda: entered.append(None)):
         assert region(torch.ones(1)).tolist() == [2.0]
         assert len(entered) == 1

@@ -1,10 +1,7 @@
 """The structured trace that tlparse reads."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -22,9 +19,9 @@ def test_logger_is_the_one_torch_writes_to():
 
 
 def test_a_listener_hears_each_record_and_may_stop_what_writes_it():
-    heard: list[Any] = []
+    heard = []
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_):
         raise ValueError("stop")
 
     with listening(lambda metadata, _: heard.append(metadata)):

@@ -1,11 +1,8 @@
 """Symbolic sizes, and what a shape environment holds about them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sympy
@@ -29,7 +26,7 @@ def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard():
     assert not env.guards
 
 
-def sizes(number: int = 2) -> tuple[Any, list[Any]]:
+def sizes(number=2):
     """A shape environment with `number` backed sizes, 5 and up."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -122,7 +119,7 @@ def test_conditions_torch_would_check_at_run_time():
 
 def test_symbols_that_became_numbers_have_their_line():
     class Loop(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for _ in range(x.shape[0]):  # here
                 x = x + 1
             return x

@@ -20,10 +20,10 @@ from piecegraph.torch_compat.basics.tensors import (
 
 
 def test_without_modes_hides_calls_from_a_mode():
-    seen: list[Any] = []
+    seen = []
 
-    class Spy(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    class Spy(tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args, kwargs):
             seen.append(func)
             return func(*args, **kwargs)
 
@@ -146,7 +146,7 @@ def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors():
     places = [tensor.data_ptr() for tensor in tensors.inner_tensors(wrapper)]
     assert places == [t.data_ptr() for t in (one, two, three, three)]
     assert tensors.inner_tensors(one) == [one]
-    seen: list[int] = []
+    seen = []
     torch.vmap(
         lambda row: (seen.extend(map(torch.Tensor.data_ptr, tensors.inner_tensors(row))), row)[1]
     )(one)
@@ -181,16 +181,16 @@ sys.exit("torch._dynamo" in sys.modules)
 class Named:
     """A value of an opaque type."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Named) and other.name == self.name
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.name)
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self):
         return f"Named({self.name!r})", {"Named": Named}
 
 
@@ -237,7 +237,7 @@ def test_memory_is_used_while_a_tensor_is_on_it():
 
 
 def test_the_modes_that_were_entered_last():
-    class Dispatch(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Dispatch(tensors.TorchDispatchMode):
         pass
 
     class Function(torch.overrides.TorchFunctionMode):

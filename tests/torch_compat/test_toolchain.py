@@ -1,7 +1,5 @@
 """The C++ toolchain that Inductor uses."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil
@@ -25,7 +23,7 @@ def test_the_compiler_is_probed_once_a_machine(tmp_path, monkeypatch, code):
 
     original = VecISA.check_build
 
-    def probe(scratch: str) -> bool:
+    def probe(scratch):
         with inductor.inductor_cache_directory(str(tmp_path / scratch)):
             with inductor.inductor_options(tmp_path / "toolchain"):
                 return VecAVX512().check_build(code)
@@ -48,7 +46,7 @@ def test_no_compiler_is_none(monkeypatch):
     from torch._inductor import cpp_builder
     from torch._inductor.exc import InvalidCxxCompiler
 
-    def missing() -> str:
+    def missing():
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
@@ -72,9 +70,8 @@ def test_a_library_is_named_by_its_text_alone(tmp_path, optimized):
     """Of the same text and another compiler, Python or torch; a header has its command's name."""
     from torch._inductor import codecache
 
-    def named(text: str, command: str, extension: str = "main.cpp", **place: str) -> str:
-        name: str = codecache.write(text, extension, extra=f"{optimized} {command}", **place)[0]
-        return name
+    def named(text, command, extension="main.cpp", **place):
+        return codecache.write(text, extension, extra=f"{optimized} {command}", **place)[0]
 
     here, there = "g++ i -O3 -I/a/torch", "/usr/bin/g++-12 i -O3 -I/b/torch -L/b/lib"
     directory = inductor.inductor_cache_directory(str(tmp_path))
@@ -115,13 +112,13 @@ def test_headers_are_ready_or_not(tmp_path):
 
 
 @pytest.fixture
-def made_headers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def made_headers(monkeypatch):
     """Headers that Inductor made, each of half of what is kept, in place of those it compiles."""
     from torch._inductor import codecache
 
-    made: list[str] = []
+    made = []
 
-    def precompile(header: str, command: str) -> str:
+    def precompile(header, command):
         path = f"{codecache._HEADER_DIR}/{header}"
         if not os.path.exists(f"{path}.gch"):
             made.append(codecache._HEADER_DIR)
@@ -134,11 +131,10 @@ def made_headers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def precompile(header: str) -> str:
+def precompile(header):
     from torch._inductor import codecache
 
-    path: str = codecache._precompile_header(header, "g++")
-    return path
+    return codecache._precompile_header(header, "g++")
 
 
 def test_headers_are_used_from_the_given_directory_only(tmp_path, made_headers):
@@ -154,7 +150,7 @@ def test_headers_are_used_from_the_given_directory_only(tmp_path, made_headers):
     assert (codecache._precompile_header, codecache._HEADER_DIR) == before
 
 
-def headers_in(directory: Path) -> set[str]:
+def headers_in(directory):
     return {file.name for file in directory.glob("*.gch*")}
 
 
@@ -182,12 +178,12 @@ def test_headers_used_longest_ago_are_removed_when_one_is_made(tmp_path, made_he
 def test_a_header_has_its_name_when_it_is_complete(tmp_path, monkeypatch, killed):
     from torch._inductor import codecache, cpp_builder
 
-    def compile_half(command: str, cwd: str) -> None:
+    def compile_half(command, cwd):
         Path(command.split()[-1]).write_bytes(b"half")
         if killed:
             raise KeyboardInterrupt
 
-    def build(header: str, command: str) -> str:
+    def build(header, command):
         cpp_builder.run_compile_cmd(f"g++ -o {tmp_path}/x.h.gch", "")
         return f"{tmp_path}/{header}"
 

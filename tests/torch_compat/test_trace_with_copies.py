@@ -1,20 +1,15 @@
 """Equal modules are traced once; guards of the first are stated for each."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph.torch_compat.basics.facts import GuardFact
 from piecegraph.torch_compat.faster.equal_layers.trace_with_copies import (
-    TraceWithCopies,
     copied_facts,
     trace_with_copies,
 )
-from piecegraph.torch_compat.tracing.dynamo import Captured, dynamo_tracing
+from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
 
 pytestmark = [
     pytest.mark.compile,
@@ -25,28 +20,28 @@ NAMES = "none", "tanh", "none"
 
 
 class Layer(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8))
         self.name, self.scale = name, 2.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.aten.gelu(x * self.weight, approximate=self.name).sin() + self.scale  # type: ignore[no-any-return]
+    def forward(self, x):
+        return torch.ops.aten.gelu(x * self.weight, approximate=self.name).sin() + self.scale
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Layer(name) for name in NAMES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + 1  # else the first call has an argument of another form: an input of the graph
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def captured(model: nn.Module) -> tuple[Captured, TraceWithCopies]:
+def captured(model):
     torch._dynamo.reset()
     with dynamo_tracing("backed"):
         trace = trace_with_copies(model, (torch.ones(3, 8),), {})
@@ -83,7 +78,7 @@ def test_facts_of_a_copy_are_those_of_the_original():
     }
 
 
-def broken(*args: Any) -> Any:
+def broken(*args):
     raise RuntimeError("no copies here")
 
 

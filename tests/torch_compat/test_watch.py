@@ -1,7 +1,5 @@
 """The hooks of equal layers in Dynamo."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
@@ -16,7 +14,7 @@ def test_all_hooks_are_in_place_inside_and_none_after():
     from piecegraph.torch_compat.faster.equal_layers.calls import Calls
     from piecegraph.torch_compat.faster.equal_layers.watch import _HOOKS, watched
 
-    def attributes() -> list[object]:
+    def attributes():
         return [inspect.getattr_static(owner, name) for owner, name, _ in _HOOKS]
 
     before = attributes()

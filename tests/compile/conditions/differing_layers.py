@@ -9,11 +9,10 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops import define
 
@@ -40,10 +39,10 @@ COUNT = 4
 
 
 class Factor:
-    def __init__(self, factor: int) -> None:
+    def __init__(self, factor):
         self.factor = factor
 
-    def apply(self, x: Tensor) -> Tensor:
+    def apply(self, x):
         return x * self.factor
 
     __call__ = apply
@@ -52,7 +51,7 @@ class Factor:
 class Layer(nn.Module):
     options: Any = types.SimpleNamespace(gain=1.5)
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.norm = nn.Sequential(nn.LayerNorm(8), nn.ReLU())
@@ -62,10 +61,10 @@ class Layer(nn.Module):
         self.name = f"layer.{number}"
         self.scales = [2.0, {"more": 0.5}]
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x):
         return x
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         y = self.norm(self.linear(self.before(x))) * self.scales[0] + self.scales[1]["more"]
         y = NUMBERED(self.part(self.own.apply(y)), self.number)
         out = torch.empty_like(y)
@@ -74,23 +73,23 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, layer: Callable[[int], nn.Module] = Layer) -> None:
+    def __init__(self, layer=Layer):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(layer(i) for i in range(COUNT))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def stack(before: Callable[[Any, Tensor], Any], made: Any = None) -> nn.Module:
+def stack(before, made=None):
     """A stack whose layers call `before(layer, x)` first."""
 
     class Changed(Layer):
-        def before(self, x: Tensor) -> Tensor:
-            return before(self, x)  # type: ignore[no-any-return]
+        def before(self, x):
+            return before(self, x)
 
     model = Stack(Changed)
     if made is not None:
@@ -100,13 +99,13 @@ def stack(before: Callable[[Any, Tensor], Any], made: Any = None) -> nn.Module:
 
 
 class TwoForms(Layer):
-    def forward(self, x: Tensor, first: bool = False) -> Any:  # type: ignore[override]
+    def forward(self, x, first=False):
         return super().forward(x * self.given[0] if first else x)
 
 
-def called_in_two_forms() -> nn.Module:
+def called_in_two_forms():
     """Only in its first call does the second layer read what the model has under another name."""
-    model: Any = Outer(lambda m, x: Stack.forward(m, m.layers[1](x * m.alias[0], True)))
+    model = Outer(lambda m, x: Stack.forward(m, m.layers[1](x * m.alias[0], True)))
     model.layers = nn.ModuleList(TwoForms(i) for i in range(COUNT))
     for layer in model.layers:
         layer.given = [2.0]
@@ -114,11 +113,11 @@ def called_in_two_forms() -> nn.Module:
     return model
 
 
-FACTORS: dict[Any, float] = {}
-KNOWN: list[Any] = []
+FACTORS = {}
+KNOWN = []
 
 
-def registered(model: Any, layer: Any, number: int) -> None:
+def registered(model, layer, number):
     FACTORS[layer] = FACTORS[str(number)] = float(number)
     KNOWN[number:] = [layer]
 
@@ -126,38 +125,38 @@ def registered(model: Any, layer: Any, number: int) -> None:
 REGISTRY = types.SimpleNamespace(known=KNOWN)
 
 
-def closing(before: Callable[[Any, Tensor, Any], Any]) -> nn.Module:
-    known: list[Any] = []
+def closing(before):
+    known = []
     return stack(lambda m, x: before(m, x, known), lambda _, m, n: known.append(m))
 
 
-def knows_parent(model: Any, layer: Any, number: int) -> None:
+def knows_parent(model, layer, number):
     layer.parent = [model]
 
 
-def is_last(layer: Any, x: Tensor) -> Tensor:
+def is_last(layer, x):
     return x * 3 if layer is layer.parent[0].layers[COUNT - 1] else x
 
 
 class Outer(Stack):
     """A stack with a forward of its own."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, run):
         super().__init__()
         self.run, self.kinds, self.calls = run, [1, 1, 2, 1], [0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.run(self, x)
 
 
 class WithArgument(Layer):
-    def forward(self, x: Tensor, other: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, x, other=None):
         y = super().forward(x)
         return y if other is None else y * other
 
 
-def with_arguments(arguments: Callable[[Any, Tensor, int], Any]) -> nn.Module:
-    def run(model: Any, x: Tensor) -> Tensor:
+def with_arguments(arguments):
+    def run(model, x):
         for number, layer in enumerate(model.layers):
             x = layer(x, arguments(model, x, number))
         return x
@@ -167,8 +166,8 @@ def with_arguments(arguments: Callable[[Any, Tensor, int], Any]) -> nn.Module:
     return model
 
 
-def modes(mode: Callable[[bool], Any]) -> nn.Module:
-    def run(model: Any, x: Tensor) -> Tensor:
+def modes(mode):
+    def run(model, x):
         for number, layer in enumerate(model.layers):
             with mode(number == 2):
                 x = layer(x)
@@ -177,22 +176,22 @@ def modes(mode: Callable[[bool], Any]) -> nn.Module:
     return Outer(run)
 
 
-def counted(model: Any, x: Tensor) -> Tensor:
+def counted(model, x):
     for layer in model.layers:
         model.calls[0] += 1
         x = layer(x) * model.calls[0]
     return x
 
 
-def returning(results: Callable[[Tensor, Tensor, int], Any]) -> nn.Module:
+def returning(results):
     """A stack whose layers return several results, of which one is changed in place."""
 
     class Returns(Layer):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             y = super().forward(x)
             return results(x, y, self.factor)
 
-    def run(model: Any, x: Tensor) -> Tensor:
+    def run(model, x):
         for layer in model.layers:
             one, other, nothing, factor = layer(x + 1)
             other.mul_(2)
@@ -206,16 +205,16 @@ def returning(results: Callable[[Tensor, Tensor, int], Any]) -> nn.Module:
     return model
 
 
-def writes(layer: Any, x: Tensor) -> Tensor:
+def writes(layer, x):
     y = x + 1
     layer.norm(y).add_(y)
     return y.mul_(2)
 
 
-def changed(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+def changed(change):
     """A stack whose third layer is changed."""
 
-    def make() -> nn.Module:
+    def make():
         model = Stack()
         change(model.layers[2])
         return model
@@ -223,24 +222,24 @@ def changed(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     return make
 
 
-def tied(layer: Any) -> None:
+def tied(layer):
     layer.linear.weight = layer.norm[0].weight = nn.Parameter(torch.ones(8, 8))
 
 
-def tripled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def tripled(module, inputs, output):
     return output * 3
 
 
 class Doubled(Layer):
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x):
         return x * 2
 
 
-def set_name(layer: Any, name: str) -> None:
+def set_name(layer, name):
     layer.name = name
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "a number": lambda layer: layer.scales.__setitem__(0, 3.0),
     "a number below": lambda layer: layer.scales[1].update(more=2.5),
     "the sign of zero": lambda layer: layer.scales[1].update(more=-0.0),
@@ -269,7 +268,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def with_own(third: Any, others: Any, use: Callable[[Any, Any], Any]) -> nn.Module:
+def with_own(third, others, use):
     """A stack in which an attribute of the third layer differs."""
     return stack(
         lambda m, x: x * use(m.given, x),
@@ -277,22 +276,22 @@ def with_own(third: Any, others: Any, use: Callable[[Any, Any], Any]) -> nn.Modu
     )
 
 
-def with_part_read_before() -> nn.Module:
+def with_part_read_before():
     """A stack that reads a weight of its first layer by another name before it calls the layers."""
-    model: Any = Outer(lambda m, x: Stack.forward(m, x + m.first.bias))
+    model = Outer(lambda m, x: Stack.forward(m, x + m.first.bias))
     model.first = model.layers[0].linear
     return model
 
 
-def marked(model: Any, x: Tensor) -> Tensor:
+def marked(model, x):
     for number, layer in enumerate(model.layers):
         x = x + 1
-        x.mark = number  # type: ignore[attr-defined]
+        x.mark = number
         x = layer(x)
     return x
 
 
-def in_global(model: Any, x: Tensor) -> Tensor:
+def in_global(model, x):
     for number, layer in enumerate(model.layers):
         CURRENT["number"] = number
         x = layer(x)
@@ -303,8 +302,8 @@ CURRENT = {"number": 0}
 COUNTER = itertools.count()
 
 
-def reading(read: Callable[[Any, Tensor], Any], run: Any) -> nn.Module:
-    model: Any = stack(lambda m, x: x * read(m, x))
+def reading(read, run):
+    model = stack(lambda m, x: x * read(m, x))
     outer = Outer(run)
     outer.layers = model.layers
     return outer
@@ -313,18 +312,18 @@ def reading(read: Callable[[Any, Tensor], Any], run: Any) -> nn.Module:
 class Slotted(Layer):
     __slots__ = ("choice",)
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x):
         return x * 3 if "three" in self.choice else x
 
 
-def slotted() -> nn.Module:
+def slotted():
     model = Stack(Slotted)
     for number, layer in enumerate(model.layers):
         layer.choice = {"three": 1} if number == 2 else {"other": 1}
     return model
 
 
-def of_objects(make: Callable[[int], Any]) -> nn.Module:
+def of_objects(make):
     return stack(lambda m, x: m.given(x), lambda _, m, n: setattr(m, "given", make(n)))
 
 
@@ -333,7 +332,7 @@ KINDS = [1, 2]
 HALF = float("0.5")
 
 
-def numbered(before: Callable[[Any, Tensor], Any]) -> nn.Module:
+def numbered(before):
     """A stack whose layers have other numbers, and call `before(layer, x)` first."""
     return stack(before, lambda _, m, n: setattr(m, "rank", n))
 
@@ -341,7 +340,7 @@ def numbered(before: Callable[[Any, Tensor], Any]) -> nn.Module:
 class Asked(type):
     """A metaclass that looks at an object: Dynamo calls it instead of tracing it."""
 
-    def __instancecheck__(cls, value: Any) -> bool:
+    def __instancecheck__(cls, value):
         return bool(value.rank == 2)
 
 
@@ -352,24 +351,24 @@ class IsThird(metaclass=Asked):
 class WithProperties(Layer):
     third = property(operator.attrgetter("rank"))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return self.rank * 3 if name == "computed" else super().__getattr__(name)
 
     @property
-    def doubled(self) -> int:
-        return self.rank * 2  # type: ignore[no-any-return, operator]
+    def doubled(self):
+        return self.rank * 2
 
     @torch._dynamo.assume_constant_result
-    def constant(self) -> int:
-        return self.rank  # type: ignore[return-value]
+    def constant(self):
+        return self.rank
 
-    def extra_repr(self) -> str:
+    def extra_repr(self):
         return f"{self.rank}"
 
 
-def with_properties(use: Callable[[Any, Tensor], Any]) -> nn.Module:
+def with_properties(use):
     class Used(WithProperties):
-        def before(self, x: Tensor) -> Tensor:
+        def before(self, x):
             return x * use(self, x)
 
     model = Stack(Used)
@@ -385,16 +384,16 @@ class Holding(collections.deque[Any]):
 HOLDING = Holding()
 
 
-def is_held(layer: Any, x: Tensor) -> Tensor:
+def is_held(layer, x):
     return x * 3 if layer is HOLDING[2] else x
 
 
-def closing_over(factor: float) -> Callable[[], list[Callable[[Tensor], Tensor]]]:
+def closing_over(factor):
     """A function that makes two functions of one variable."""
     return lambda: [lambda x: x * factor, lambda x: x + factor]
 
 
-def by_closures(variables: str, factors: list[float]) -> nn.Module:
+def by_closures(variables, factors):
     """A stack whose layers have two functions of a variable; layers of one letter share it."""
     own = (closing_over(float(repr(each))) for each in factors)  # each a number of its own
     make = dict(zip(variables, own, strict=True))
@@ -404,18 +403,18 @@ def by_closures(variables: str, factors: list[float]) -> nn.Module:
     )
 
 
-def of_parts(make: Callable[[], Any], use: Callable[[Any, Tensor, Any], Any]) -> nn.Module:
+def of_parts(make, use):
     """A stack whose layers have equal objects; a variable of their method is that of the third."""
-    held: list[Any] = [make() for _ in range(COUNT)]
+    held = [make() for _ in range(COUNT)]
     third = held[2]
     return stack(lambda m, x: use(m, x, third), lambda _, m, n: setattr(m, "given", held[n]))
 
 
-def stated(read: Callable[[Any], Any], run: Callable[[Any, Any], Any]) -> nn.Module:
+def stated(read, run):
     """A stack of which each layer is called after `run(state, number)` has changed a state."""
     shared = Factor(2)
 
-    def loop(model: Any, x: Tensor) -> Tensor:
+    def loop(model, x):
         for number, layer in enumerate(model.layers):
             run(model.state, number)
             x = layer(x)
@@ -429,37 +428,37 @@ def stated(read: Callable[[Any], Any], run: Callable[[Any, Any], Any]) -> nn.Mod
     return model
 
 
-def matched(layer: Any, x: Tensor) -> Tensor:
+def matched(layer, x):
     match layer:
         case Layer(rank=2):
             return x * 3
     return x
 
 
-def vars_before() -> nn.Module:
-    model: Any = numbered(lambda m, x: x * vars(m)["rank"])
+def vars_before():
+    model = numbered(lambda m, x: x * vars(m)["rank"])
     outer = Outer(lambda m, x: Stack.forward(m, x * sum(vars(each)["rank"] for each in m.layers)))
     outer.layers = model.layers
     return outer
 
 
-def set_once(state: Any, number: int) -> None:
+def set_once(state, number):
     if number == 0:
         state.seen = 1
 
 
-def set_third(state: Any, number: int) -> None:
+def set_third(state, number):
     if number == 2:
         state.factor = 3
 
 
-def appended(state: Any, number: int) -> None:
+def appended(state, number):
     if number == 0:
         state.seen = []
     state.seen.append(number)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "a number that is not read": lambda: numbered(lambda m, x: x),
     "a number that is passed": lambda: numbered(lambda m, x: NUMBERED(x, m.rank)),
     "a number in a condition": lambda: numbered(lambda m, x: x * 3 if m.rank == 2 else x),
@@ -573,7 +572,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x if m.linear.weight.grad is None else x * 3,
         lambda _, m, n: setattr(m.linear.weight, "grad", m.linear.weight * 2 if n == 2 else None),
     ),
-    "a mark on a tensor": lambda: reading(lambda m, x: x.mark, marked),  # type: ignore[attr-defined]
+    "a mark on a tensor": lambda: reading(lambda m, x: x.mark, marked),
     "a global that is written": lambda: reading(lambda m, x: CURRENT["number"], in_global),
     "a shared iterator": lambda: stack(lambda m, x: x * next(COUNTER)),
     "a random tensor": lambda: stack(lambda m, x: x * torch.rand(8)),

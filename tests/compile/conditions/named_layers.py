@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +16,34 @@ from .differing_layers import COUNT, KINDS, Outer, Stack
 class Label(metaclass=OpaqueBaseMeta):
     """The name of a layer, which Dynamo makes an input of the graph."""
 
-    def __init__(self, text: Any, other: Any = "") -> None:
+    def __init__(self, text, other=""):
         self.text = text
         self.other = other
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Label) and vars(self) == vars(other)
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash(self.text)
 
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+    def __fx_repr__(self):
         kind = type(self)
         return f"{kind.__name__}({self.text!r}, {self.other!r})", {kind.__name__: kind}
 
 
 class Short(Label):
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.text) - len("layer.")
 
 
 class IsSecond(Label):
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return bool(self.text == "layer.2")
 
-    def __str__(self) -> str:
+    def __str__(self):
         return str(self.text)
 
-    def is_second(self) -> bool:
+    def is_second(self):
         return bool(self)
 
 
@@ -54,7 +52,7 @@ class Counted(Label):
 
     made = 0
 
-    def __init__(self, text: Any, other: Any = "") -> None:
+    def __init__(self, text, other=""):
         self.text = text
         self.other = other
         type(self).made = 0 if text == "layer.0" else self.made + 1
@@ -63,7 +61,7 @@ class Counted(Label):
 class Measured(Label):
     """Its constructor looks at the text."""
 
-    def __init__(self, text: Any, other: Any = "") -> None:
+    def __init__(self, text, other=""):
         self.text = text
         self.other = other
         self.factor = 3 if text == "layer.2" else 1
@@ -83,7 +81,7 @@ for kind in (Label, Short, IsSecond, Counted, Measured, Constant, Shown):
     opaque.register_opaque_type(kind, typ="value", hoist=hoist, members=members)
 
 
-def _rows(x: Tensor, label: Any) -> Tensor:
+def _rows(x, label):
     return x[:, :4].clone() if label.text == "layer.2" else x.clone()
 
 
@@ -99,33 +97,33 @@ for kind in (Label, Counted, Measured, Constant, Shown):
         _rows,
         lambda x, label: torch.empty_like(_rows(x, label)),
     )
-OPS: Any = torch.ops.piecegraph_test
+OPS = torch.ops.piecegraph_test
 
 
 class Layer(nn.Module):
     kind: type[Label]
     op: str
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         super().__init__()
         self.linear, self.number = nn.Linear(8, 8), number
         self.name, self.field = f"layer.{number}", "text"
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         label = self.kind(self.name)
         y = getattr(OPS, self.op)(self.linear(x).relu() + 1, label)
         return self.use(y, label)
 
-    def use(self, x: Tensor, label: Any) -> Tensor:
+    def use(self, x, label):
         return x * 2
 
 
-def stack(use: Callable[[Any, Tensor, Any], Any], made: Any = None, kind: Any = Label) -> nn.Module:
+def stack(use, made=None, kind=Label):
     """A stack whose layers make a label of their name and call `use(layer, x, label)`."""
 
     class Used(Layer):
-        def use(self, x: Tensor, label: Any) -> Tensor:
-            return use(self, x, label)  # type: ignore[no-any-return]
+        def use(self, x, label):
+            return use(self, x, label)
 
     Used.kind, Used.op = kind, f"kept_{kind.__name__}"
     model = Stack(Used)
@@ -135,55 +133,50 @@ def stack(use: Callable[[Any, Tensor, Any], Any], made: Any = None, kind: Any = 
     return model
 
 
-def changed_name() -> nn.Module:
+def changed_name():
     """A stack whose third layer has another name."""
     return stack(kept, lambda _, m, n: setattr(m, "name", "another") if n == 2 else None)
 
 
-def kept(layer: Any, x: Tensor, label: Any) -> Tensor:
-    return OPS.kept_Label(x, label) * 2  # type: ignore[no-any-return]
+def kept(layer, x, label):
+    return OPS.kept_Label(x, label) * 2
 
 
-def made_again(layer: Any, x: Tensor, label: Any) -> Tensor:
-    return OPS.kept_Label(x, Label(layer.name, "again")) * 2  # type: ignore[no-any-return]
+def made_again(layer, x, label):
+    return OPS.kept_Label(x, Label(layer.name, "again")) * 2
 
 
-def matched(layer: Any, x: Tensor, label: Any) -> Tensor:
+def matched(layer, x, label):
     match label:
         case Label(text="layer.2"):
             return x * 3
     return x
 
 
-def changed(layer: Any, x: Tensor, label: Any) -> Tensor:
+def changed(layer, x, label):
     label.text = "another"
-    return OPS.kept_Label(x, label)  # type: ignore[no-any-return]
+    return OPS.kept_Label(x, label)
 
 
 class Part(nn.Module):
     """A part that layers may share, such as a table of positions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("table", torch.linspace(0, 1, 8))
         self.factor, self.run = 2.0, self.scale
 
-    def scale(self, x: Tensor) -> Tensor:
-        return x * self.table * self.factor  # type: ignore[no-any-return, operator]
+    def scale(self, x):
+        return x * self.table * self.factor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.run(x)
 
 
-def sharing(
-    use: Callable[[Any, Tensor], Any],
-    third: Callable[[Part], Any] = lambda part: part,
-    before: Callable[[Any, Tensor], Tensor] = lambda m, x: x,
-    known: bool = False,
-) -> nn.Module:
+def sharing(use, third=lambda part: part, before=lambda m, x: x, known=False):
     """A stack whose layers share a part, apart from the third; `before` runs before all. Lists in
     a global object, or if `known` in the part, hold the layers and their weights."""
-    model: Any = Outer(lambda m, x: Stack.forward(m, before(m, x)))
+    model = Outer(lambda m, x: Stack.forward(m, before(m, x)))
     model.layers = stack(lambda m, x, _: use(m, x) * m.part(x)).layers
     model.part = Part()
     REGISTRY.known = BOX.known = [*model.layers]
@@ -202,13 +195,13 @@ BOX = types.SimpleNamespace(known=[])
 GIVEN, ALIAS = types.SimpleNamespace(first=()), types.SimpleNamespace(kind=list[int])
 
 
-def other_part(factor: float) -> Part:
+def other_part(factor):
     part = Part()
     part.factor = factor
     return part
 
 
-def reads_all(model: Any, x: Tensor) -> Tensor:
+def reads_all(model, x):
     """Read the layers and their weights from lists."""
     for each in REGISTRY.known:
         x = x + each.linear.bias
@@ -218,20 +211,20 @@ def reads_all(model: Any, x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.given, self.linear = (*KINDS,), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.linear(x).relu() + 1
         return y * 3 if self.given is GIVEN.first else y
 
 
-def nested() -> nn.Module:
+def nested():
     """A stack whose layers have a part that compares its own tuple with a global one, which is that
     of the third layer. Only the part of the second layer equals that of the first."""
 
-    def made(_: Any, layer: Any, number: int) -> None:
+    def made(_, layer, number):
         layer.block = Block()
         if number == 0:
             layer.field = "first"
@@ -242,16 +235,14 @@ def nested() -> nn.Module:
 
 
 class Holder:
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor):
         self.tensor = tensor
 
 
-def with_tensors(
-    use: Callable[[Any, Tensor], Any], third: Callable[[Tensor], Any] = lambda tensor: None
-) -> nn.Module:
+def with_tensors(use, third=lambda tensor: None):
     """A stack of which each layer has an object with a tensor, which Dynamo marks when read."""
 
-    def made(_: Any, layer: Any, number: int) -> None:
+    def made(_, layer, number):
         layer.holder = Holder(torch.full((8,), 2.0))
         if number == 2:
             third(layer.holder.tensor)
@@ -262,28 +253,28 @@ def with_tensors(
 class Op:
     """An operator that is an object, with the signature of its function."""
 
-    def __init__(self, name: str, op: Any, annotation: Any) -> None:
+    def __init__(self, name, op, annotation):
         self.name, self.op, self.annotation = name, op, annotation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.op(x)  # type: ignore[no-any-return]
+    def __call__(self, x):
+        return self.op(x)
 
 
 SINE = Op("sin", torch.ops.aten.sin.default, [Tensor | None, tuple[Tensor, Tensor]])
 
 
-def of_op(third: Op) -> nn.Module:
+def of_op(third):
     return stack(
         lambda m, x, _: m.given(x), lambda _, m, n: setattr(m, "given", third if n == 2 else SINE)
     )
 
 
-def aliased(model: Any, layer: Any, number: int) -> None:
+def aliased(model, layer, number):
     if number == 2:
         ALIAS.kind = types.GenericAlias(list, (layer,))
 
 
-COPIED: dict[str, Callable[[], nn.Module]] = {
+COPIED = {
     "a label that is passed": lambda: stack(kept),
     "two labels of a layer": lambda: stack(made_again),
     "a shared part": lambda: sharing(lambda m, x: x),
@@ -292,7 +283,7 @@ COPIED: dict[str, Callable[[], nn.Module]] = {
 }
 """All but the first layer are copied, or all but two."""
 
-TRACED: dict[str, Callable[[], nn.Module]] = {
+TRACED = {
     "of a number": lambda: stack(lambda m, x, _: OPS.kept_Label(x, Label(m.name, m.number))),
     "compared": lambda: stack(lambda m, x, label: x * 3 if label == Label("layer.2") else x),
     "compared with another": lambda: stack(

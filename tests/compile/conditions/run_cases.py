@@ -7,15 +7,12 @@ With `force` a miss compiles nothing, and there is no result that could be wrong
 step after the verification.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,13 +28,13 @@ from ..starts import EntryPoint, start
 X_VALUE = torch.arange(24, dtype=torch.float32).reshape(3, 8) / 10
 
 
-def equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def equal(got, expected):
     return got.dtype == expected.dtype and torch.allclose(got, expected, equal_nan=True)
 
 
-def verified(model: torch.nn.Module, root: Path, when: str) -> dict[str, Any]:
+def verified(model, root, when):
     """A start that uses any bundle of the model's key, whatever its conditions say."""
-    settings: Any = {"compiler": "text", "inputs": X, "max_num_tokens": 64, "cache_dir": root}
+    settings = {"compiler": "text", "inputs": X, "max_num_tokens": 64, "cache_dir": root}
     settings |= {"graph_mode": "NONE", "bundle": "force", "cache": {"verify_bundle": when}}
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
         patched.setattr(bundles, "broken_conditions", lambda *_: [])
@@ -55,7 +52,7 @@ def verified(model: torch.nn.Module, root: Path, when: str) -> dict[str, Any]:
                 prepared.close()
 
 
-def run(name: str, bundle: str, folder: Path, root: Path) -> dict[str, Any]:
+def run(name, bundle, folder, root):
     """One start of a case, compared with eager."""
     for imported in ("helper", f"case_{name}"):
         sys.modules.pop(imported, None)
@@ -92,10 +89,10 @@ def run(name: str, bundle: str, folder: Path, root: Path) -> dict[str, Any]:
             torch._dynamo.reset()
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    registry.entry_points = lambda group: [EntryPoint()]  # type: ignore[assignment]
+    registry.entry_points = lambda group: [EntryPoint()]
     bundle, folder, root, *names = sys.argv[1:]
     chosen = names or sorted(path.name for path in Path(folder).iterdir())
     places = Path(folder), Path(root)

@@ -1,14 +1,9 @@
 """Fleets: files replaced during a start, several variants on one cache, CPUs of two types."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +11,10 @@ import torch
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile import pipeline
 from piecegraph.compile.bundle import bundle, key_factors
-from piecegraph.compile.conditions.conditions import Conditions
 from piecegraph.compile.ir.compilation import BundleMiss
 from piecegraph.compile.trace import dynamo
 
-from ..starts import Start, start, use_text_compiler
+from ..starts import start, use_text_compiler
 
 pytestmark = pytest.mark.compile
 
@@ -37,14 +31,14 @@ class Model(torch.nn.Module):
 class Deployment:
     """A directory with a model, whose helper a deployment replaces."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder = folder
         (folder / "deployed_model.py").write_text(MODEL)
 
-    def write(self, gain: float) -> None:
+    def write(self, gain):
         (self._folder / "deployed_helper.py").write_text(HELPER.format(gain=gain))
 
-    def process(self) -> Any:
+    def process(self):
         """The model of a process that starts now."""
         for name in ("deployed_helper", "deployed_model"):
             sys.modules.pop(name, None)
@@ -54,7 +48,7 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+def deployment(tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -63,7 +57,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
         sys.modules.pop(name, None)
 
 
-def result(made: Start) -> float:
+def result(made):
     return float(made(torch.ones(3, 8))[0, 0])
 
 
@@ -77,7 +71,7 @@ def test_f5_a_deployment_during_a_start_stores_no_old_code_as_new(
     module = pipeline if stage == "trace_key" else bundle
     original = getattr(module, stage)
 
-    def deployed(*args: Any, **kwargs: Any) -> Any:
+    def deployed(*args, **kwargs):
         deployment.write(3.5)
         return original(*args, **kwargs)
 
@@ -109,7 +103,7 @@ def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
     with monkeypatch.context() as patched:
         recorded = dynamo.record_conditions
 
-        def another(*args: Any) -> Conditions:
+        def another(*args):
             conditions = recorded(*args)
             return replace(conditions, data={**conditions.data, "environment": {"UNSET": None}})
 
@@ -139,7 +133,7 @@ def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(
 
 def test_a_secret_that_the_model_reads_is_stored_as_a_digest(tmp_path, monkeypatch):
     class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return x * len(VARIABLES["PG_TEST_TOKEN"])
 
     use_text_compiler(monkeypatch)

@@ -1,15 +1,9 @@
 """A layer that differs from the others in anything is traced, and its change is a miss."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Collection
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from piecegraph.errors import BundleMissing, CompileError, TraceFailed
 
@@ -34,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.compile]
 
 
 @pytest.fixture(autouse=True)
-def _text(monkeypatch: pytest.MonkeyPatch) -> None:
+def _text(monkeypatch):
     use_text_compiler(monkeypatch)
     for table in (FACTORS, KNOWN):
         table.clear()
@@ -44,13 +38,13 @@ def _text(monkeypatch: pytest.MonkeyPatch) -> None:
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
 
-def each_time(names: Collection[str], cheap: Collection[str]) -> list[Any]:
+def each_time(names, cheap):
     """Cases of which all but some are heavy."""
     heavy = pytest.mark.heavy
     return [pytest.param(each, marks=() if each in cheap else heavy) for each in names]
 
 
-def begin(model: nn.Module, root: Path, **settings: Any) -> Any:
+def begin(model, root, **settings):
     torch._dynamo.reset()
     return start(model, root, **{"splitting_ops": MIX, **settings})
 
@@ -141,7 +135,7 @@ def test_a_layer_that_uses_its_name_otherwise_is_traced(name):
     ],
 )
 def test_a_change_of_a_name_or_a_part_is_a_miss(first, then, tmp_path):
-    settings: Any = {"splitting_ops": ("piecegraph_test::kept_Label",), "bundle": "force"}
+    settings = {"splitting_ops": ("piecegraph_test::kept_Label",), "bundle": "force"}
     begin(named_layers.COPIED[first](), tmp_path, **{**settings, "bundle": "use"})
     assert begin(named_layers.COPIED[first](), tmp_path, **settings).hit
     with pytest.raises(BundleMissing):

@@ -1,9 +1,6 @@
 """Expressions of Dynamo's lead to places; most are found without parsing them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +11,13 @@ from piecegraph.compile.conditions.locator import Locator, Unlocatable
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
         self.settings = {"a": [1, {"b.c": 2}], "d]": 3, "e[0]": (4, 5), 6: 7}
         self.itself = [self]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x
 
 
@@ -50,9 +47,9 @@ EXPRESSIONS = [
 MISSING = ["L['self'].other", "L['self'].settings['f']", "L['self'].settings['a'][2]", "L", "x.y"]
 
 
-def locator(model: nn.Module) -> Locator:
+def locator(model):
     scopes = {"local_scope": {"self": model}, "global_scope": {"torch": torch}, "aliases": {}}
-    captured: Any = SimpleNamespace(**scopes)
+    captured = SimpleNamespace(**scopes)
     return Locator(model, captured)
 
 

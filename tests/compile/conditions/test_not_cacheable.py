@@ -1,12 +1,9 @@
 """What cannot be described by value is in the report, with the user's line."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import re
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -107,10 +104,10 @@ def test_pytorch_189330_report_names_the_condition_and_the_line(form, tmp_path, 
 
 def test_report_names_the_setting_that_has_no_description(tmp_path, monkeypatch):
     class Pass:
-        def __init__(self) -> None:
+        def __init__(self):
             self.named = {'say "it"': io.StringIO()}
 
-        def __call__(self, graph: torch.fx.Graph) -> None:
+        def __call__(self, graph):
             pass
 
     use_text_compiler(monkeypatch)
@@ -131,7 +128,7 @@ def test_report_names_the_setting_that_has_no_description(tmp_path, monkeypatch)
 
 
 def test_a_piece_without_a_description_is_not_stored(tmp_path, monkeypatch):
-    def fingerprint(*_: Any) -> str:
+    def fingerprint(*_):
         raise Undescribable(".x", "has no description")
 
     use_text_compiler(monkeypatch)

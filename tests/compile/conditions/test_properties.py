@@ -1,13 +1,9 @@
 """Random object graphs: one leaf changes, and the result still equals eager."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -40,14 +36,14 @@ GRAPHS = st.recursive(
 
 
 class Holder:
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held):
         self.held = held
 
-    def give(self) -> Any:
+    def give(self):
         return self.held
 
     @property
-    def given(self) -> Any:
+    def given(self):
         return self.held
 
 
@@ -55,22 +51,22 @@ class Inner(torch.nn.Module):
     pass
 
 
-def give(held: Any) -> Any:
+def give(held):
     return held
 
 
-def closure(held: Any) -> Callable[[], Any]:
+def closure(held):
     return lambda: held
 
 
-def built(graph: Any) -> tuple[Any, Callable[[Any], Any]]:
+def built(graph):
     """The object of a graph, and a function that sums what can be reached from it."""
     kind, content = graph
     if kind == "leaf":
         return content, lambda value: value
     if kind in ("list", "tuple"):
         parts = [built(each) for each in content]
-        made: Any = [value for value, _ in parts]
+        made = [value for value, _ in parts]
         reads = [read for _, read in parts]
         return (made if kind == "list" else tuple(made)), lambda value: sum(
             [read(value[i]) for i, read in enumerate(reads)]
@@ -80,7 +76,7 @@ def built(graph: Any) -> tuple[Any, Callable[[Any], Any]]:
         values = {name: value for name, (value, _) in named.items()}
         if kind == "dict":
             return values, lambda value: sum([r(value[n]) for n, (_, r) in named.items()])
-        owner: Any = types.SimpleNamespace() if kind == "object" else Inner()
+        owner = types.SimpleNamespace() if kind == "object" else Inner()
         for name, value in values.items():
             setattr(owner, name, value)
         return owner, lambda value: sum([r(getattr(value, n)) for n, (_, r) in named.items()])
@@ -94,7 +90,7 @@ def built(graph: Any) -> tuple[Any, Callable[[Any], Any]]:
     return Holder(inside), lambda value: read(value.given)
 
 
-def leaves(graph: Any) -> int:
+def leaves(graph):
     kind, content = graph
     if kind == "leaf":
         return 1
@@ -103,11 +99,11 @@ def leaves(graph: Any) -> int:
     return sum(map(leaves, content)) if isinstance(content, list) else leaves(content)
 
 
-def changed(graph: Any, which: int) -> Any:
+def changed(graph, which):
     """`graph` with one more in the leaf numbered `which`."""
     remaining = [which]
 
-    def visit(node: Any) -> Any:
+    def visit(node):
         kind, content = node
         if kind == "leaf":
             remaining[0] -= 1
@@ -120,11 +116,11 @@ def changed(graph: Any, which: int) -> Any:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph):
         super().__init__()
         self.root, self.read = built(graph)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.read(self.root)
 
 
@@ -135,7 +131,7 @@ def test_one_changed_leaf_never_gives_the_old_result(examples, tmp_path, monkeyp
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(graph=GRAPHS, data=st.data())
-    def equals_eager(graph: Any, data: Any) -> None:
+    def equals_eager(graph, data):
         which = data.draw(st.integers(0, leaves(graph) - 1))
         torch._dynamo.reset()
         model = Model(graph)

@@ -1,20 +1,16 @@
 """Random stacks of layers: copied regions leave the trace that tracing each layer leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
 import types
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph.errors import BundleMissing, CompileError
 
@@ -28,61 +24,61 @@ TABLE = {"one": 1.0, "two": 2.0}
 
 
 class Gate(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.options = nn.Parameter(torch.linspace(0, 1, 8)), {"gain": 1.5}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.sigmoid(x * self.weight) * self.options["gain"]
 
 
-def mixed(layer: Any, x: Tensor) -> Tensor:
+def mixed(layer, x):
     out = torch.empty_like(x)
     torch.ops.piecegraph_test.mix(x, out, layer.name)
     return out
 
 
-def projected(layer: Any, x: Tensor) -> Tensor:
+def projected(layer, x):
     one, two = layer.wide(x).chunk(2, dim=-1)
     return one + two.tanh().view(-1, 8)
 
 
-def gated(layer: Any, x: Tensor) -> Tensor:
+def gated(layer, x):
     return x * layer.gate(x) + layer.gate.weight[0]
 
 
-def counted(layer: Any, x: Tensor) -> Tensor:
+def counted(layer, x):
     layer.seen.add_(1)
     return x + layer.seen
 
 
-def scaled(layer: Any, x: Tensor) -> Tensor:
+def scaled(layer, x):
     for scale in layer.scales:
         x = x * scale
     return x if layer.flag else -x
 
 
-def configured(layer: Any, x: Tensor) -> Tensor:
+def configured(layer, x):
     return x + layer.config.shift if layer.config.kind == "plain" else x.relu()
 
 
-def called(layer: Any, x: Tensor) -> Tensor:
-    return layer.function(x)  # type: ignore[no-any-return]
+def called(layer, x):
+    return layer.function(x)
 
 
-def looked_up(layer: Any, x: Tensor) -> Tensor:
+def looked_up(layer, x):
     return x * TABLE[layer.key]
 
 
-def viewed(layer: Any, x: Tensor) -> Tensor:
+def viewed(layer, x):
     return (x + layer.tail).add_(layer.whole[4])
 
 
-def optional(layer: Any, x: Tensor) -> Tensor:
+def optional(layer, x):
     return x + getattr(layer, "bonus", 0)
 
 
-def sized(layer: Any, x: Tensor) -> Tensor:
+def sized(layer, x):
     return x.reshape(x.shape[0], 2, 4).transpose(1, 2).reshape(-1, 8)
 
 
@@ -93,23 +89,23 @@ PARTS = (
 CONFIG = types.SimpleNamespace(kind="plain", shift=0.5)
 
 
-def closing(factor: float) -> Callable[[Tensor], Tensor]:
+def closing(factor):
     return lambda x: x * factor
 
 
 class Layer(nn.Module):
-    def __init__(self, number: int, parts: list[Any], results: int) -> None:
+    def __init__(self, number, parts, results):
         super().__init__()
         self.parts, self.results = parts, results
         self.name, self.key, self.flag = f"layer.{number}", "two", True
         self.wide, self.gate = nn.Linear(8, 16), Gate()
-        self.scales: Any = [1.0, 0.5]
+        self.scales = [1.0, 0.5]
         self.config, self.function = CONFIG, torch.tanh
         self.register_buffer("seen", torch.zeros(8))
         self.register_buffer("whole", torch.linspace(0, 1, 16))
         self.register_buffer("tail", self.whole[8:])
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, *, shift: Any = 0) -> Any:
+    def forward(self, x, residual=None, *, shift=0):
         x = x + shift if residual is None else x + residual
         first = x
         for part in self.parts:
@@ -117,11 +113,11 @@ class Layer(nn.Module):
         return x if self.results == 1 else (x, first)
 
 
-def tripled(module: Any, inputs: Any, output: Any) -> Any:
+def tripled(module, inputs, output):
     return [each * 3 for each in output] if isinstance(output, tuple) else output * 3
 
 
-CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+CHANGES = {
     "number": lambda layer, other: layer.scales.__setitem__(0, 3.0),
     "length": lambda layer, other: layer.scales.append(2.0),
     "tuple": lambda layer, other: setattr(layer, "scales", (1.0, 0.5)),
@@ -160,7 +156,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Stack(nn.Module):
-    def __init__(self, plan: Any) -> None:
+    def __init__(self, plan):
         super().__init__()
         torch.manual_seed(0)
         self.style = plan["style"]
@@ -170,7 +166,7 @@ class Stack(nn.Module):
         for number, name in plan["changes"]:
             CHANGES[name](self.layers[number], self.layers[number - 1])
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         x = x + 1
         residual = None
         for number, layer in enumerate(self.layers):
@@ -209,7 +205,7 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
     roots = (tmp_path / str(number) for number in itertools.count())
     copied = 0
 
-    def result_of(made: Any, model: nn.Module) -> None:
+    def result_of(made, model):
         with torch.no_grad():
             expected, found = copy.deepcopy(model)(x), made.compiled.link()(x)
         expected = expected if isinstance(expected, tuple) else (expected,)
@@ -218,7 +214,7 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
-    def equals_tracing_each(plan: Any, late: str) -> None:
+    def equals_tracing_each(plan, late):
         nonlocal copied
         model = Stack(plan)
         try:
@@ -243,9 +239,9 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
 def test_random_stacks_of_inductor_cold_and_warm(batch, tmp_path):
     """All on one cache, in which each model finds the artifacts of those before it."""
     x, counts = torch.linspace(-1, 1, 24).reshape(3, 8), Counter[str]()
-    given_to_start: Any = {"splitting_ops": MIX, "compiler": "inductor"}
+    given_to_start = {"splitting_ops": MIX, "compiler": "inductor"}
 
-    def expect_eager(model: nn.Module, kind: str, bundle: str) -> bool:
+    def expect_eager(model, kind, bundle):
         try:
             made = start(model, tmp_path, bundle=bundle, **given_to_start)
         except (BundleMissing, CompileError) as error:
@@ -274,7 +270,7 @@ def test_random_stacks_of_inductor_cold_and_warm(batch, tmp_path):
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
-    def equals_eager(plan: Any, late: str) -> None:
+    def equals_eager(plan, late):
         if expect_eager(Stack(plan), "first", "use"):
             expect_eager(Stack(plan), "again", "force")
         changes = [*plan["changes"], (LAYERS - 1, late)]

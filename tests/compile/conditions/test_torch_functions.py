@@ -1,9 +1,5 @@
 """What functions of torch read when they run, also in graphs inside the graph."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +11,7 @@ from piecegraph.compile.conditions.torch_functions import names_read
 from ..traces import facts_of_trace
 
 
-def nodes_of(*targets: Any) -> list[torch.fx.Node]:
+def nodes_of(*targets):
     graph = torch.fx.Graph()
     return [
         graph.call_method(each) if isinstance(each, str) else graph.call_function(each)
@@ -47,7 +43,7 @@ def test_functions_of_a_program_are_not_followed_and_no_module_is_one_of_the_com
 
 
 class Checkpointed(nn.Module):
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return checkpoint(lambda y: torch.ops.pg_nested.scale(F.silu(y)), x, use_reentrant=False)
 
 

@@ -1,13 +1,11 @@
 """Starts in separate processes, and cache directories that are filled once for all tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,13 @@ PROGRAM = Path(__file__).with_name("start_once.py")
 SIZES_OF_MODELS = (4, 32)
 
 
-def command_of(cache: Path, each: Sequence[Outcome]) -> list[str]:
+def command_of(cache, each):
     """The command of a process that starts several times."""
     arguments = [json.dumps({"layers": 4, **options}) for options in each]
     return [sys.executable, str(PROGRAM), str(cache), *arguments]
 
 
-def starts(
-    cache: Path,
-    each: Sequence[Outcome],
-    environ: dict[str, str] | None = None,
-    before: Sequence[str] = (),
-) -> list[Outcome]:
+def starts(cache, each, environ=None, before=()):
     """The outcomes of several starts in one fresh process, whose command follows `before`."""
     done = subprocess.run(
         [*before, *command_of(cache, each)],
@@ -41,15 +34,14 @@ def starts(
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    outcomes: list[Outcome] = json.loads(done.stdout.splitlines()[-1])
-    return outcomes
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="session")
-def start_once() -> StartOnce:
+def start_once():
     """`start_once(cache, environ={…}, layers=4, …)`: the outcome of a start in a fresh process."""
 
-    def run(cache: Path, environ: dict[str, str] | None = None, **options: Any) -> Outcome:
+    def run(cache, environ=None, **options):
         (outcome,) = starts(cache, [options], environ)
         return outcome
 
@@ -57,7 +49,7 @@ def start_once() -> StartOnce:
 
 
 @pytest.fixture(scope="session")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def filled(tmp_path_factory):
     """A cache with the bundles of 4 and of 32 layers, as Inductor's artifacts."""
     root = tmp_path_factory.mktemp("fleet") / "artifacts"
     few, many = starts(root, [{"layers": layers} for layers in SIZES_OF_MODELS])
@@ -67,7 +59,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def filled_ahead(filled: Path) -> Path:
+def filled_ahead(filled):
     """The same with AOTInductor libraries."""
     root = filled.with_name("libraries")
     shutil.copytree(filled, root)
@@ -77,15 +69,14 @@ def filled_ahead(filled: Path) -> Path:
 
 
 @pytest.fixture(params=["artifacts", pytest.param("libraries", marks=pytest.mark.heavy)])
-def form(request: pytest.FixtureRequest) -> Path:
+def form(request):
     """A filled cache of either form. A test that changes it works on a copy."""
     name = {"artifacts": "filled", "libraries": "filled_ahead"}[request.param]
-    root: Path = request.getfixturevalue(name)
-    return root
+    return request.getfixturevalue(name)
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> dict[str, str]:
+def bare(tmp_path):
     """The environment of a container without a compiler, with torch at another path and its own
     directories empty."""
     empty, packages = tmp_path / "empty", tmp_path / "packages"

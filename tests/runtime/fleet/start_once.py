@@ -6,15 +6,12 @@ by which the clock is wrong; other options are settings of `Config`. With `bundl
 until compiled code serves, with "serve_ahead" until there are libraries.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from small_model import Small
@@ -27,7 +24,7 @@ SIZES = (1, 3, 17, 64)
 real = importlib.metadata.version
 
 
-def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
+def start(cache, options):
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
     if (version := options.pop("version", None)) is not None:
@@ -79,14 +76,14 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _joined(rank: int, size: int, meeting: str) -> Ranks:
+def _joined(rank, size, meeting):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
     )
     return Ranks(timeout_s=60)
 
 
-def _difference(prepared: Any, model: torch.nn.Module, size: int) -> float:
+def _difference(prepared, model, size):
     x = torch.randn(size, 16)
     return float((prepared(x, batch=Batch(size, size)) - model(x)).abs().max())
 

@@ -1,22 +1,17 @@
 """Machines with separate directories that share a layer on an S3 server, in real processes."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.events import Events
 
-from .conftest import Outcome, command_of, starts
+from .conftest import command_of, starts
 
 pytestmark = [
     pytest.mark.compile, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900),
@@ -28,7 +23,7 @@ MACHINES = 6
 class Fleet:
     """Machines with directories of their own and one bucket."""
 
-    def __init__(self, bucket: str, directory: Path) -> None:
+    def __init__(self, bucket, directory):
         import s3fs
 
         layer = {"at": f"{bucket}/cache", "write_back": True, "trust": "anybody"}
@@ -37,10 +32,10 @@ class Fleet:
         self.files = s3fs.S3FileSystem()
         self.root = f"{bucket}/cache"
 
-    def start(self, *machines: str, before: Sequence[str] = (), **options: Any) -> list[Outcome]:
+    def start(self, *machines, before=(), **options):
         """The outcomes of machines that start at the same time."""
 
-        def one(machine: str) -> Outcome:
+        def one(machine):
             (outcome,) = starts(
                 self.directory / machine, [{**self.settings, **options}], before=before
             )
@@ -51,21 +46,21 @@ class Fleet:
         assert max(outcome["error_of_results"] for outcome in outcomes) < 1e-5
         return outcomes
 
-    def stored(self, area: str = "") -> set[str]:
+    def stored(self, area=""):
         self.files.invalidate_cache()
         return set(self.files.find(f"{self.root}/{area}"))
 
 
 @pytest.fixture
-def fleet(bucket: str, tmp_path: Path) -> Fleet:
+def fleet(bucket, tmp_path):
     return Fleet(bucket, tmp_path)
 
 
-def compiles(outcomes: list[Outcome]) -> list[int]:
+def compiles(outcomes):
     return sorted(outcome["counters"].get("inductor_compiles", 0) for outcome in outcomes)
 
 
-def all_of(prefix: str) -> list[str]:
+def all_of(prefix):
     return [f"{prefix}{number}" for number in range(MACHINES)]
 
 
@@ -140,7 +135,7 @@ def test_a_directory_is_pruned_all_the_time_while_machines_start(fleet):
     """They share one private directory, and lose what they have just stored or found."""
     ended, prunes = threading.Event(), list[int]()
 
-    def prune() -> None:
+    def prune():
         while not ended.wait(0.02):
             evict(fleet.directory / "one", Limits(size=0, grace=0), Events())
             prunes.append(1)

@@ -1,7 +1,5 @@
 """Starts in separate processes: bundles are complete; all ranks use theirs or none does."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
@@ -13,8 +11,6 @@ import pytest
 import torch
 
 from piecegraph.cache.inspection import manifests
-
-from .conftest import Outcome, StartOnce
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -47,7 +43,7 @@ def test_bundle_of_many_layers_is_hardly_larger(form):
     assert many <= 1.2 * few
 
 
-def start_together(start_once: StartOnce, caches: list[Path], meeting: Path) -> list[Outcome]:
+def start_together(start_once, caches, meeting):
     with ThreadPoolExecutor(len(caches)) as pool:
         starts = [
             pool.submit(start_once, cache, rank=[rank, len(caches), str(meeting)])
@@ -142,7 +138,7 @@ def test_a_program_ends_as_it_wants_while_its_model_is_compiled(tmp_path, way, s
     assert done.returncode in accepted, done.stderr
 
 
-def zombie(process: int) -> bool:
+def zombie(process):
     """Whether a process has ended, and only its parent has not asked for its status."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()

@@ -9,11 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +22,6 @@ from piecegraph import (
     Events,
     ForwardContext,
     GraphMode,
-    PreparedModel,
-    Ranks,
     forward_context,
     get_forward_context,
     prepare,
@@ -36,7 +31,7 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.config import compile_config
 from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
@@ -57,9 +52,9 @@ class Stage:
     gain: float = 1.0
 
 
-def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
+def attend(x, out, layer_name):
     """out[i] = sum of the rows of i's request up to i."""
-    stage: Stage = get_forward_context().layers[layer_name]
+    stage = get_forward_context().layers[layer_name]
     if stage.fault is not None:
         raise stage.fault
     starts = stage.starts[: len(x)]
@@ -70,22 +65,22 @@ def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
 class Scale(nn.Module):
     """Elementwise, so that padding does not change how a row is rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(HIDDEN))
         self.bias = nn.Parameter(torch.randn(HIDDEN))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return (x * self.weight + self.bias).relu()
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(Scale() for _ in range(LAYERS))
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = layer(x)
             out = torch.empty_like(x)
@@ -95,13 +90,13 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def attend_op(temporary_op: Callable[..., str]) -> str:
+def attend_op(temporary_op):
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
     return temporary_op("live_tests::attend", schema, attend)
 
 
 @pytest.fixture(scope="session")
-def compiled(attend_op: str) -> tuple[Config, CompiledModel]:
+def compiled(attend_op):
     return compile_once(
         Model(),
         splitting_ops=(attend_op,),
@@ -119,17 +114,17 @@ class LiveServed(Served):
     model: nn.Module
     stage: Stage
 
-    def step(self, *lengths: int) -> str:
+    def step(self, *lengths):
         """A checked step of requests with these numbers of new tokens."""
         self.stage.starts.copy_(starts_of(lengths))
         return self.check(self.batch(*lengths))
 
-    def batch(self, *lengths: int) -> Batch:
+    def batch(self, *lengths):
         decode = max(lengths) == 1
         return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
 
 
-def starts_of(lengths: Sequence[int]) -> Tensor:
+def starts_of(lengths):
     """For each row the first row of its request; a row of padding is a separate request."""
     starts = torch.arange(MAX_TOKENS)
     begin = 0
@@ -140,15 +135,15 @@ def starts_of(lengths: Sequence[int]) -> Tensor:
 
 
 @pytest.fixture
-def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
+def serve(compiled):
     def serve(
-        sizes: Sequence[int] = (2, 4, 8),
-        mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
-        options: dict[str, Any] | None = None,
-        input_buffers: dict[str, Tensor] | None = None,
-        model: nn.Module | None = None,
-        **settings: Any,
-    ) -> LiveServed:
+        sizes=(2, 4, 8),
+        mode=GraphMode.FULL_AND_PIECEWISE,
+        options=None,
+        input_buffers=None,
+        model=None,
+        **settings,
+    ):
         base, traced = compiled
         model, stage = model or Model(), Stage()
         config = base.changed(**settings)
@@ -171,10 +166,9 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
             input_buffers=input_buffers,
         )
 
-        def expected(x: Tensor) -> Tensor:
+        def expected(x):
             with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
-                result: Tensor = model(x)
-            return result
+                return model(x)
 
         return LiveServed(prepared, expected, model, stage)
 
@@ -186,24 +180,24 @@ class Texts:
 
     name = "texts"
 
-    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, before=lambda: None):
         """`before` is called before each piece is compiled."""
         self.before = before
 
-    def load(self) -> Compiler:
+    def load(self):
         return Compiler(self.name, self.compile, self.load_artifacts, version="1")
 
-    def compile(self, graph: Any, inputs: Any, options: Any) -> Any:
+    def compile(self, graph, inputs, options):
         self.before()
         blobs = {"code": graph.code.encode()}
         built = self.load_artifacts([blobs])[0], blobs
         return lambda: built
 
-    def load_artifacts(self, artifacts: Any) -> Any:
+    def load_artifacts(self, artifacts):
         return [self._loaded(blobs["code"].decode()) for blobs in artifacts]
 
-    def _loaded(self, code: str) -> Callable[[list[Any]], Any]:
-        names: dict[str, Any] = {"torch": torch, "device": torch.device}
+    def _loaded(self, code):
+        names = {"torch": torch, "device": torch.device}
         exec(code, names)
         return lambda args: names["forward"](None, *args)
 
@@ -212,14 +206,14 @@ LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
 
 
 @pytest.fixture
-def hostile_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileEngine | None]:
+def hostile_engine(monkeypatch):
     """Where HOSTILE_ENGINE names a file, an engine disturbs each test; no call of its own fails."""
     if HOSTILE not in os.environ:
         yield None
         return
     engine, join = HostileEngine(), TracingThread.join
 
-    def join_while_disturbed(thread: TracingThread, timeout_s: float | None = None) -> bool:
+    def join_while_disturbed(thread, timeout_s=None):
         waits = timeout_s != 0 and threading.current_thread() is threading.main_thread()
         with engine.test_waits() if waits else nullcontext():
             return join(thread, timeout_s)
@@ -233,23 +227,12 @@ def hostile_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileEngine | 
 
 
 @pytest.fixture
-def prepare_live(
-    attend_op: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hostile_engine: HostileEngine | None,
-) -> Iterator[Callable[..., LiveServed]]:
+def prepare_live(attend_op, tmp_path, monkeypatch, hostile_engine):
     """Models prepared on one cache, with a compiler that takes no time; closed at the end."""
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
-    served: list[PreparedModel] = []
+    served = []
 
-    def serve(
-        model: nn.Module | None = None,
-        ranks: Ranks | None = None,
-        replay: Mapping[str, Any] | None = None,
-        events: Events | None = None,
-        **settings: Any,
-    ) -> LiveServed:
+    def serve(model=None, ranks=None, replay=None, events=None, **settings):
         config = Config(
             splitting_ops=(attend_op,),
             inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
@@ -269,10 +252,9 @@ def prepare_live(
             )
         served.append(prepared)
 
-        def expected(x: Tensor) -> Tensor:
+        def expected(x):
             with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
-                result: Tensor = model(x)
-            return result
+                return model(x)
 
         return LiveServed(prepared, expected, model, stage)
 
@@ -282,10 +264,10 @@ def prepare_live(
 
 
 @pytest.fixture
-def serve_cold(prepare_live: Callable[..., LiveServed]) -> Callable[..., LiveServed]:
+def serve_cold(prepare_live):
     """A model prepared with `bundle="serve"` on an empty cache."""
 
-    def serve(model: nn.Module | None = None, **settings: Any) -> LiveServed:
+    def serve(model=None, **settings):
         return prepare_live(model, **{"bundle": "serve", **settings})
 
     return serve

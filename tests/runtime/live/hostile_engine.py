@@ -5,8 +5,6 @@ steps (another default dtype, `torch.fx`, which replaces `Module.__call__`, or a
 pytest's) it does while the test waits for the thread that traces, and nothing beside a `prepare`.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -16,9 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -36,24 +32,24 @@ trace takes as long as the engine rests, there would be no end, and there are tw
 class Cycle:
     """Garbage whose finalizer lets another thread run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.me = self
 
-    def __del__(self) -> None:
+    def __del__(self):
         time.sleep(0)
 
 
 class HostileEngine:
     """`errors` are those of its own calls, `ran` how often it did what."""
 
-    def __init__(self) -> None:
-        self.ran: Counter[str] = Counter()
-        self.errors: list[str] = []
+    def __init__(self):
+        self.ran = Counter()
+        self.errors = []
         self._ends = threading.Event()
         self._waiting, self._turn = threading.Event(), threading.Lock()
         self._linear, self._x = torch.nn.Linear(4, 4), torch.ones(2, 4)
         self._source = inspect.getsource(ast)
-        self._calls: tuple[Callable[[], Any], ...] = (
+        self._calls = (
             self.traces_with_fx, self.exports, self.compiles, self.changes_the_default_dtype,
             self.parses, self.forks, self.imports, self.trains_under_autocast, self.runs_no_grad,
         )  # fmt: skip
@@ -62,12 +58,12 @@ class HostileEngine:
         self._thread = threading.Thread(target=self._run, name="hostile-engine", daemon=True)
 
     @property
-    def turn(self) -> AbstractContextManager[Any]:
+    def turn(self):
         """No call of its own is under way inside. A child that was forked has no engine."""
         return self._turn if self._thread.is_alive() else nullcontext()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self):
         self._thread.start()
         try:
             yield
@@ -87,7 +83,7 @@ class HostileEngine:
             with self.turn:  # all is as before
                 pass
 
-    def _run(self) -> None:
+    def _run(self):
         while not self._ends.wait(random.uniform(0, 0.05)):
             call = random.choice(self._calls)
             if call in self._disturbing and self.ran[call.__name__] == MOST_DISTURBED:
@@ -100,43 +96,43 @@ class HostileEngine:
             except Exception as error:
                 self.errors.append(f"{call.__name__}: {type(error).__name__}: {error}")
 
-    def traces_with_fx(self) -> None:
+    def traces_with_fx(self):
         torch.fx.symbolic_trace(self._linear)
 
-    def exports(self) -> None:
+    def exports(self):
         torch.export.export(self._linear, (self._x,))
 
-    def compiles(self) -> None:
+    def compiles(self):
         torch.compile(lambda x: x + 1, backend="eager")(self._x)
 
-    def changes_the_default_dtype(self) -> None:
+    def changes_the_default_dtype(self):
         torch.set_default_dtype(torch.bfloat16)
         try:
             time.sleep(random.uniform(0, 0.05))
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def parses(self) -> None:
+    def parses(self):
         for _ in range(20):
             Cycle()
         ast.parse(self._source)
 
-    def forks(self) -> None:
+    def forks(self):
         if not (child := os.fork()):
             os._exit(0)
         os.waitpid(child, 0)
 
-    def imports(self) -> None:
+    def imports(self):
         name = random.choice(LAZY)
         importlib.import_module(name)
         if not name.startswith("torch"):
             del sys.modules[name]
 
-    def trains_under_autocast(self) -> None:
+    def trains_under_autocast(self):
         with torch.autocast("cpu"):
             loss = self._linear(self._x).sum()
         torch.autograd.grad(loss, [*self._linear.parameters()])
 
-    def runs_no_grad(self) -> None:
+    def runs_no_grad(self):
         with torch.no_grad(), torch.device("cpu"):
             self._linear(self._x)

@@ -3,21 +3,16 @@
 Results are compared bit for bit before, at and after the switch, on a strict backend.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import (
     Batch,
@@ -28,21 +23,19 @@ from piecegraph import (
 )
 from piecegraph.compile import ahead
 from piecegraph.compile.ir import registered_compilers as registry
-from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.core.records import BackgroundFailure, Switched
 from piecegraph.runtime.parts.starts import part as starts
 
-from .conftest import HIDDEN, LENGTHS, LiveServed, Model, Texts
+from .conftest import HIDDEN, LENGTHS, Model, Texts
 
 
-def facts(served: LiveServed) -> dict[str, Any]:
-    found: dict[str, Any] = served.prepared.report()["background"]
-    return found
+def facts(served):
+    return served.prepared.report()["background"]
 
 
-def serve_until_over(served: LiveServed) -> None:
+def serve_until_over(served):
     """Random steps until compiled code serves, or the model stays uncompiled."""
     while facts(served)["state"] == "compiling":
         served.step(*random.choice(LENGTHS))
@@ -113,7 +106,7 @@ def test_graphs_are_captured_between_the_steps_from_the_switch_on(serve_cold, st
 def test_probes_of_a_memory_limit_run_between_steps_too(serve_cold, monkeypatch):
     recorded, record = list[int](), GraphSet.record
 
-    def counted(graphs: GraphSet, graph_index: int, session: Any) -> Any:
+    def counted(graphs, graph_index, session):
         recorded.append(graph_index)
         return record(graphs, graph_index, session)
 
@@ -160,7 +153,7 @@ def test_the_steps_of_an_uncompiled_model_are_logged(serve_cold):
     seen = list[tuple[Batch, Decision]]()
 
     class Observer(StepObserver):
-        def dispatched(self, batch: Batch, decision: Decision) -> None:
+        def dispatched(self, batch, decision):
             seen.append((batch, decision))
 
     served.prepared.parts.log.observe(Observer())
@@ -174,7 +167,7 @@ def test_another_thread_may_wait_for_the_switch(serve_cold, monkeypatch, capture
     """No step runs while the model switches, however long that takes."""
     make = GraphSet.__init__
 
-    def make_slowly(*arguments: Any) -> None:
+    def make_slowly(*arguments):
         time.sleep(0.2)
         make(*arguments)
 
@@ -213,13 +206,13 @@ def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(serv
 
 
 class Branches(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + 1 if x.shape[0] > 8 else x - 1
 
 
 @pytest.mark.compile
 def test_a_model_that_cannot_be_compiled_is_served_uncompiled(serve_cold, caplog):
-    alone: dict[str, Any] = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
+    alone = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
     served = serve_cold(Branches(), **alone)
     assert not served.prepared.parts.starts.wait_until_compiled()
     (failure,) = facts(served)["failures"]
@@ -240,11 +233,11 @@ def test_a_model_that_is_prepared_in_inference_mode_switches(serve_cold):
 
 
 class Gained(Model):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = 2.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * self.gain
 
 
@@ -252,7 +245,7 @@ class Gained(Model):
 def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, monkeypatch):
     model = Gained()
 
-    def change() -> None:
+    def change():
         model.gain = 3.0
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
@@ -263,13 +256,13 @@ def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, monkeyp
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held(monkeypatch):
     """The thread waits for this before it compiles a piece; the pieces are in `held.pieces`."""
     event = threading.Event()
-    event.pieces = list[str]()  # type: ignore[attr-defined]
+    event.pieces = list[str]()
 
-    def wait() -> None:
-        event.pieces.append("piece")  # type: ignore[attr-defined]
+    def wait():
+        event.pieces.append("piece")
         assert event.wait(300)
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
@@ -282,16 +275,16 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, held):
     waiting, ended = threading.Event(), list[Exception]()
     served = serve_cold()
-    thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
+    thread = served.prepared.parts.starts.beside.thread
     join = thread.join
 
-    def join_and_say_so(timeout_s: float | None = None) -> bool:
+    def join_and_say_so(timeout_s=None):
         waiting.set()
         return join(timeout_s)
 
-    thread.join = join_and_say_so  # type: ignore[method-assign]
+    thread.join = join_and_say_so
 
-    def wait_until_compiled() -> None:
+    def wait_until_compiled():
         try:
             served.prepared.parts.starts.wait_until_compiled()
         except ModelClosed as error:
@@ -309,7 +302,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, hel
 @pytest.mark.compile
 def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(serve_cold, held):
     served = serve_cold()
-    thread = served.prepared.parts.starts.beside.thread  # type: ignore[union-attr]
+    thread = served.prepared.parts.starts.beside.thread
     while not held.pieces:
         time.sleep(0.01)
     served.prepared.close()
@@ -340,11 +333,11 @@ def test_what_cannot_be_stored_is_compiled_at_once(serve_cold, caplog):
     served.step(3, 1)
 
 
-def fail() -> None:
+def fail():
     raise RuntimeError("no compiler here")
 
 
-def serve_on_a_rank(rank: int, folder: Path, serve: Callable[..., LiveServed], lost: bool) -> None:
+def serve_on_a_rank(rank, folder, serve, lost):
     """A forked rank: random steps until compiled code serves or all stay uncompiled.
 
     `lost` lets rank 1 fail to compile. Libraries are built on each rank.
@@ -353,7 +346,7 @@ def serve_on_a_rank(rank: int, folder: Path, serve: Callable[..., LiveServed], l
     random.seed(0)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     if lost and rank == 1:
-        registry.entry_points = lambda group: [Texts(before=fail)]  # type: ignore[assignment]
+        registry.entry_points = lambda group: [Texts(before=fail)]
     ahead.compile_ahead = lambda request: bool(request.checkpoint())
     served = serve(
         ranks=Ranks(),
@@ -396,14 +389,13 @@ def test_ranks_switch_at_the_same_step_or_not_at_all(serve_cold, tmp_path, lost)
     assert phases.count("trace.dynamo") == 1  # one rank compiled for both
 
 
-def libraries(served: LiveServed) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = facts(served)["libraries"]
-    return found
+def libraries(served):
+    return facts(served)["libraries"]
 
 
 @pytest.mark.compile
 def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
-    def build(request: CompileRequest) -> bool:
+    def build(request):
         request.records.failed_libraries.append("no such op")
         return False
 
@@ -436,7 +428,7 @@ def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, mon
 def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
     begun = threading.Event()
 
-    def build(request: CompileRequest) -> bool:
+    def build(request):
         begun.set()
         while True:
             request.checkpoint()

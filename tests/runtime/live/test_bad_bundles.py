@@ -1,16 +1,12 @@
 """Intact bundles that fail when they run: put aside after the second failure, on all machines."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from piecegraph import Events, PreparedModel
+from piecegraph import Events
 from piecegraph.cache import Cache
 from piecegraph.cache.inspection import manifests
 from piecegraph.runtime.core.records import BundleFailed
@@ -24,10 +20,10 @@ BROKEN = b"def forward(self, *args):\n    raise RuntimeError('no kernel image')\
 
 
 @pytest.fixture
-def start(prepare_live: Start, tmp_path: Path) -> Start:
+def start(prepare_live, tmp_path):
     """A start of a machine of this name; all share a layer that they write to."""
 
-    def start(machine: str, **layer: Any) -> LiveServed:
+    def start(machine, **layer):
         url = f"file://{tmp_path}/bucket"
         layers = ({"at": url, "write_back": True, "trust": "anybody", **layer},)
         cache = {"layers": layers, "verify_bundle": "off"}
@@ -37,11 +33,11 @@ def start(prepare_live: Start, tmp_path: Path) -> Start:
 
 
 @pytest.fixture
-def broken(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(start, monkeypatch):
     """A bundle in the layer whose kernels raise: a builder has compiled it without running it."""
     right = Texts.compile
 
-    def compile_broken(self: Texts, graph: Any, inputs: Any, options: Any) -> Any:
+    def compile_broken(self, graph, inputs, options):
         fn, _ = right(self, graph, inputs, options)()
         return lambda: (fn, {"code": BROKEN})
 
@@ -50,18 +46,18 @@ def broken(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Texts, "compile", right)
 
 
-def from_bundle(served: LiveServed) -> bool:
+def from_bundle(served):
     return served.prepared.compiled.from_bundle
 
 
-def failing_step(served: LiveServed) -> Exception:
+def failing_step(served):
     assert from_bundle(served)
     with pytest.raises(RuntimeError, match="no kernel image") as caught:
         served.step(3)
     return caught.value
 
 
-def failures(prepared: PreparedModel) -> list[bool]:
+def failures(prepared):
     """Of each failure whether it put the bundle aside."""
     return [failure.put_aside for failure in prepared.records.of(BundleFailed)]
 
@@ -119,8 +115,8 @@ def test_failure_of_an_op_and_lack_of_memory_are_no_fault_of_the_bundle(start, m
     with pytest.raises(ValueError, match="of the engine"):
         served.step(3)
 
-    def lacks_memory(self: Texts, code: str) -> Callable[[list[Any]], Any]:
-        def run(args: list[Any]) -> Any:
+    def lacks_memory(self, code):
+        def run(args):
             raise torch.OutOfMemoryError("full")
 
         return run

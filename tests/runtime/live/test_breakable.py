@@ -1,14 +1,10 @@
 """Breakable capture: graphs of a forward that is not traced, with the same dispatcher."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import (
     Batch,
@@ -16,7 +12,6 @@ from piecegraph import (
     Events,
     ForwardContext,
     GraphMode,
-    PreparedModel,
     break_graph,
     forward_context,
     get_forward_context,
@@ -32,31 +27,31 @@ GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
 
 @break_graph
-def attend(x: Tensor, out: Tensor) -> None:
+def attend(x, out):
     """Reads a value on the host, which cannot be traced or captured."""
     out.copy_(x * get_forward_context().metadata["scale"].item())
 
 
 @break_graph(fake=torch.empty_like)
-def attend_fresh(x: Tensor) -> Tensor:
+def attend_fresh(x):
     return x * get_forward_context().metadata["scale"].item()
 
 
 @break_graph
-def attend_fresh_without_fake(x: Tensor) -> Tensor:
+def attend_fresh_without_fake(x):
     return attend_fresh(x)
 
 
 class Untraceable(nn.Module):
     """x -> ((x + w) * scale + x) twice, then rows and a sum over columns, in a dict."""
 
-    def __init__(self, attention: Callable[..., Any] = attend) -> None:
+    def __init__(self, attention=attend):
         super().__init__()
         self.shift = nn.Parameter(torch.rand(4), requires_grad=False)
         self.attention = attention
-        self.calls: list[str] = []
+        self.calls = []
 
-    def forward(self, x: Tensor, *, factor: float = 2.0) -> dict[str, Any]:
+    def forward(self, x, *, factor=2.0):
         self.calls.append(f"{id(self):x}")  # a side effect
         for _ in range(2):
             y = x + self.shift
@@ -69,7 +64,7 @@ class Untraceable(nn.Module):
         return {"rows": x * factor, "sums": (x.sum(1), 7)}
 
 
-def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> PreparedModel:
+def prepared_for(model, mode, **settings):
     config = Config(
         compile=False,
         inputs={"x": "float32[num_tokens, 4]"},
@@ -85,7 +80,7 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
     return prepared
 
 
-def check(prepared: PreparedModel, model: nn.Module, batch: Batch, scale: float) -> str:
+def check(prepared, model, batch, scale):
     metadata = {"scale": torch.tensor(scale)}
     x = torch.randn(batch.num_tokens, 4)
     decision = prepared.dispatch(batch)
@@ -134,7 +129,7 @@ def test_a_moved_tensor_is_an_error_without_a_trace():
 
 
 class Block(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x + 1
         out = torch.empty_like(y)
         attend(y, out)
@@ -171,11 +166,11 @@ def test_replay_does_not_run_the_forward(monkeypatch):
 class Capturable(nn.Module):
     """Attention that a graph may contain: it reads only tensors that keep their address."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.rand(4), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x + self.shift
         out = torch.empty_like(y)
         torch.ops.breakable_tests.attend(y, out)
@@ -183,7 +178,7 @@ class Capturable(nn.Module):
 
 
 def test_splitting_ops_break_without_a_decorator_and_full_contains_them(temporary_op):
-    def kernel(x: Tensor, out: Tensor) -> None:
+    def kernel(x, out):
         out.copy_(x * 3)
 
     op = temporary_op("breakable_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", kernel)
@@ -205,7 +200,7 @@ def test_splitting_ops_break_without_a_decorator_and_full_contains_them(temporar
 
 def test_a_piecewise_graph_that_never_breaks_is_refused():
     class Unbroken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + 1
 
     with pytest.raises(AllCapturesFailed, match="no splitting function was called"):
@@ -225,19 +220,19 @@ def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors():
 
 
 @break_graph
-def attend_rows(x: Tensor, out: Tensor) -> None:
+def attend_rows(x, out):
     out.copy_(x.cumsum(0) * get_forward_context().metadata["scale"].item())
 
 
 class Mixing(nn.Module):
     """Rows mix before the break, or after it."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         super().__init__()
         self.where = where
         self.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x @ self.weight
         if self.where == "before":
             y = y - x.mean(0)
@@ -265,7 +260,7 @@ def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(where, mo
 
 
 class Branching(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)) + 1
 
 
@@ -288,15 +283,15 @@ def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(comp
 class Stateful(nn.Module):
     """Writes buffers in place, assigns new ones, and keeps what it makes when it is first run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("written", torch.zeros(4))
         self.register_buffer("assigned", torch.zeros(()))
         self.plain = torch.zeros(4)
-        self.table: Tensor | None = None
-        self.tables: list[Tensor] = []
+        self.table = None
+        self.tables = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.written.add_(1)
         self.plain[0] += 1
         self.assigned = self.assigned + 1
@@ -357,34 +352,32 @@ def test_prepare_counts_the_traffic_that_pruning_uses():
 class Leaving(nn.Module):
     """A break leaves a tensor on an object, which code behind it reads."""
 
-    def __init__(self, leave: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, leave):
         super().__init__()
         self.linear = nn.Linear(4, 4).requires_grad_(False)
         self.kept = SimpleNamespace(sizes={})
         self.leave = leave
 
     @break_graph(fake=lambda self, q: torch.empty_like(q))
-    def attention(self, q: Tensor) -> Tensor:
-        result: Tensor = self.leave(self.kept, q)
-        return result
+    def attention(self, q):
+        return self.leave(self.kept, q)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.attention(self.linear(x))
         return y + self.kept.norm if hasattr(self.kept, "norm") else y
 
 
-def leave_new(kept: Any, q: Tensor) -> Tensor:
+def leave_new(kept, q):
     kept.norm = q.abs().sum(-1, keepdim=True)
     return q + 1
 
 
-def leave_result(kept: Any, q: Tensor) -> Tensor:
+def leave_result(kept, q):
     kept.norm = q + 1
-    result: Tensor = kept.norm
-    return result
+    return kept.norm
 
 
-def write_kept(kept: Any, q: Tensor) -> Tensor:
+def write_kept(kept, q):
     if len(q) not in kept.sizes:
         kept.sizes[len(q)] = torch.empty(len(q), 1)  # a workspace for each size
     kept.norm = kept.sizes[len(q)]

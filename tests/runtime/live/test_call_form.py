@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ArgumentClassUnknown, ArgumentFixed, InputMismatch, PiecegraphError
 
 ROWS = 3
@@ -43,7 +43,7 @@ class Phase(Enum):
     DECODE = 3
 
 
-def parts(value: Any) -> list[tuple[Any, Any]]:
+def parts(value):
     """What a container holds, by key or position; nothing for a leaf."""
     if isinstance(value, dict):
         return list(value.items())
@@ -52,13 +52,13 @@ def parts(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, list | tuple) else []
 
 
-def number(value: Any) -> Any:
+def number(value):
     """Depends on all of `value`, as a model may: of a tensor on its rows."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Enum):
         return float(value.value)
-    total: Any = float(sum(map(ord, type(value).__qualname__)) % 101)
+    total = float(sum(map(ord, type(value).__qualname__)) % 101)
     if isinstance(value, bool | int | float):
         return total + value
     for at, (key, item) in enumerate(parts(value)):
@@ -86,7 +86,7 @@ TREES = st.recursive(
 )
 
 
-def filled(tree: Any) -> Any:
+def filled(tree):
     """`tree` with tensors, the same at each place."""
     if tree == "tensor":
         return torch.full((4,), 2.0)
@@ -97,9 +97,9 @@ def filled(tree: Any) -> Any:
     return type(tree)(map(filled, tree)) if isinstance(tree, list | tuple) else tree
 
 
-def changes(tree: Any) -> list[Any]:
+def changes(tree):
     """Trees that differ from `tree` in one thing."""
-    changed: list[Any] = [] if tree == 1 and type(tree) is int else [1]
+    changed = [] if tree == 1 and type(tree) is int else [1]
     if tree != "tensor":
         changed.append("tensor")
     if isinstance(tree, dict):
@@ -122,7 +122,7 @@ def changes(tree: Any) -> list[Any]:
     return changed
 
 
-def prepared_with(tree: Any, **more: Any) -> PreparedModel:
+def prepared_with(tree, **more):
     config = Config(
         compile=False,
         inputs={"x": "float32[num_tokens, 4]"},
@@ -134,7 +134,7 @@ def prepared_with(tree: Any, **more: Any) -> PreparedModel:
     return prepare(Model(), config, examples=((torch.ones(ROWS, 4), filled(tree)), filled(more)))
 
 
-def run(prepared: PreparedModel, tree: Any, **more: Any) -> None:
+def run(prepared, tree, **more):
     """A step; fails if its result is not the model's."""
     x, tree, more = torch.rand(ROWS, 4), filled(tree), filled(more)
     got = prepared(x, tree, batch=Batch(ROWS, ROWS), **more)
@@ -179,11 +179,11 @@ def test_an_object_that_nothing_can_compare_is_refused():
 class Unread(nn.Module):
     """Its graph does not read the tensor that decides which it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one = nn.Parameter(torch.ones(()), requires_grad=False)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, act: Any = torch.relu) -> Tensor:
+    def forward(self, x, mask=None, act=torch.relu):
         x = act(x) + self.one
         return x if mask is None else x * 2
 

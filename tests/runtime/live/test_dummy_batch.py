@@ -1,10 +1,5 @@
 """A dummy batch leaves no trace: weights, buffers, engine buffers, KV cache, random state."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,11 +18,11 @@ SLOTS, MAX_TOKENS = 64, 16
 RESERVED = SLOTS - 1
 
 
-def keep(x: Tensor, slots: Tensor) -> None:
+def keep(x, slots):
     get_forward_context().layers["kv"].index_copy_(0, slots, x)
 
 
-def store(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+def store(x, slots, cache):
     cache.index_copy_(0, slots, x)
 
 
@@ -35,14 +30,14 @@ class Model(nn.Module):
     """Writes three KV caches by `slots`: its own, an argument, and one in the forward context that
     the library does not know. Counts its rows. Its own cache is a part of larger memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
         self.around = torch.rand(SLOTS + 3, 4)
         self.register_buffer("cache", self.around[2:-1])
         self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: Tensor, slots: Tensor, outer: Tensor) -> Tensor:
+    def forward(self, x, slots, outer):
         y = x * self.weight
         self.cache.index_copy_(0, slots, y)
         torch.ops.dummy_tests.store(y, slots, outer)
@@ -52,15 +47,13 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     schema = "(Tensor x, Tensor slots, Tensor(a!) cache) -> ()"
     temporary_op("dummy_tests::store", schema, store)
     temporary_op("dummy_tests::keep", "(Tensor x, Tensor slots) -> ()", keep)
 
 
-def prepared_for(
-    model: nn.Module, kv: Tensor, buffers: dict[str, Tensor] | None = None, **settings: Any
-) -> PreparedModel:
+def prepared_for(model, kv, buffers=None, **settings):
     traced = settings.get("compile", True)
     config = Config(
         splitting_ops=("dummy_tests::store", "dummy_tests::keep"),
@@ -84,14 +77,14 @@ def prepared_for(
     )
 
 
-def contents(*values: Any) -> list[bytes]:
+def contents(*values):
     tensors = [t for value in values for t in (value if isinstance(value, list) else [value])]
     return [
         bytes(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors
     ]
 
 
-def warm_ranges(prepared: PreparedModel) -> None:
+def warm_ranges(prepared):
     prepared.warm_up(skip=("capture",))
 
 
@@ -127,7 +120,7 @@ def test_failure_7_no_dummy_batch_leaves_a_trace(action, traced):
     assert prepared.recordings() or action in ("ranges", "memory_plan")
 
 
-def step(buffers: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+def step(buffers, num_tokens):
     return {
         name: buffer if name == "outer" else buffer[:num_tokens] for name, buffer in buffers.items()
     }
@@ -158,12 +151,12 @@ def test_failure_7_captures_between_steps_write_no_live_row(strategy):
 class Large(nn.Module):
     """Writes to a buffer where `slots` says, or elsewhere."""
 
-    def __init__(self, other_rows: bool) -> None:
+    def __init__(self, other_rows):
         super().__init__()
         self.register_buffer("cache", torch.rand(WHOLE // 64 + 100, 16))
         self.other_rows = other_rows
 
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+    def forward(self, x, slots):
         self.cache.index_copy_(0, slots * 2 + 7 if self.other_rows else slots, x)
         return x + 1
 
@@ -222,7 +215,7 @@ def test_a_large_buffer_may_be_written_twice():
     """Without a trace each write is undone alone, in reverse: sums are those before the write."""
 
     class Twice(Large):
-        def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        def forward(self, x, slots):
             return super().forward(super().forward(x, slots), slots)
 
     config = Config(
@@ -242,7 +235,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_of_any_kind_is_restored_bit_for_bit(dtype, inference):
-    def bits(tensor: Tensor) -> Tensor:
+    def bits(tensor):
         return tensor.contiguous().view(torch.uint8)
 
     with torch.inference_mode(inference):
@@ -274,7 +267,7 @@ class LargestResult(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
         storages = {each.untyped_storage().data_ptr() for each in given}

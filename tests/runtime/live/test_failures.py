@@ -1,16 +1,12 @@
 """After any failure: the context is restored, no capture is open, and steps continue."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +34,7 @@ from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 FAULT = ValueError("no such block")
 
 
-def assert_at_rest() -> None:
+def assert_at_rest():
     """No step, no capture and no dispatch mode is left open in this thread."""
     with pytest.raises(OutsideStep):
         get_forward_context()
@@ -67,11 +63,11 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(serve, len
     decision = served.prepared.dispatch(served.batch(*lengths))
     run = type(served.prepared._core.steps).run.__code__
 
-    def step(at: int | None) -> int:
+    def step(at):
         """One step, interrupted before its line number `at`; returns how many lines it ran."""
         lines = 0
 
-        def in_step(frame: Any, event: str, arg: Any) -> Any:
+        def in_step(frame, event, arg):
             nonlocal lines
             if event == "line":
                 lines += 1
@@ -157,7 +153,7 @@ def test_w23_an_error_while_capturing_leaves_a_process_that_serves(serve, strate
     assert prepared() is None
 
 
-def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve: Callable[..., Any]) -> None:
+def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve):
     # each PIECEWISE recording opens four graphs; those of FULL come after them
     served = serve(sizes=(2,), options={"failing_captures": frozenset({5})})
     served.prepared.capture()
@@ -167,7 +163,7 @@ def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve: Callable[..., Any]
     assert "failure injected" in event.facts["reason"]
 
 
-def no_metadata(descriptor: Any, mode: Any) -> Any:
+def no_metadata(descriptor, mode):
     raise RuntimeError("block table is full")
 
 
@@ -224,7 +220,7 @@ def test_metadata_that_cannot_be_made_between_steps_is_reported(serve):
 
 
 def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(serve):
-    def large(descriptor: Any, mode: Any) -> Any:
+    def large(descriptor, mode):
         if descriptor.num_tokens == 8:
             raise torch.OutOfMemoryError("8 blocks")
 
@@ -235,9 +231,9 @@ def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(serve):
 
 def test_an_interrupt_during_warm_up_exits_cleanly(serve):
     served = serve()
-    seen: list[Any] = []
+    seen = []
 
-    def interrupt(descriptor: Any, mode: Any) -> None:
+    def interrupt(descriptor, mode):
         seen.append(descriptor)
         if len(seen) == 3:
             raise KeyboardInterrupt
@@ -278,10 +274,10 @@ def test_closing_twice_is_fine_and_steps_are_refused(serve):
 
 def test_two_models_in_two_threads_are_independent(serve):
     both = [serve(strategy=strategy) for strategy in ("eager", "lazy")]
-    errors: list[BaseException] = []
+    errors = []
     start = threading.Barrier(2)
 
-    def run(served: Any) -> None:
+    def run(served):
         try:
             start.wait()
             served.prepared.capture()
@@ -300,7 +296,7 @@ def test_two_models_in_two_threads_are_independent(serve):
     assert all(served.captured() for served in both)
 
 
-def in_a_thread(action: Callable[[], Any]) -> Any:
+def in_a_thread(action):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(action).result()
 
@@ -364,10 +360,10 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve):
 def test_failure_28_ops_read_how_many_rows_are_real(serve):
     served = serve()
     served.prepared.capture()
-    seen: list[int] = []
+    seen = []
 
-    class Watching(list):  # type: ignore[type-arg]
-        def __getitem__(self, key: Any) -> Any:
+    class Watching(list):
+        def __getitem__(self, key):
             seen.append(get_forward_context().num_tokens)
             return served.stage
 
@@ -380,8 +376,8 @@ def test_a_failed_capture_holds_nothing(serve):
     served = serve()
     prepared, calls = served.prepared, []
 
-    class FailingLater(dict):  # type: ignore[type-arg]
-        def __getitem__(self, key: str) -> Any:
+    class FailingLater(dict):
+        def __getitem__(self, key):
             calls.append(key)
             if len(calls) == 5:  # the second of three layers, after a run without a graph
                 raise FAULT

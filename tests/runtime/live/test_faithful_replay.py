@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch._inductor.compile_fx import compile_fx
 from piecegraph import (
     Batch,
     Config,
-    PreparedModel,
     break_graph,
     get_forward_context,
     prepare,
@@ -80,7 +78,7 @@ def read_left(x: Tensor, out: Tensor) -> None:
     out.copy_(get_forward_context().layers["factor"].norm)
 
 
-SET_UP: list[float] = []
+SET_UP = []
 
 
 def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
@@ -90,7 +88,7 @@ def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     for op in (
         scaled,
         kept,
@@ -107,7 +105,7 @@ def ops(temporary_op: Callable[..., str]) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, op: Callable[..., None]) -> None:
+    def __init__(self, op):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
         self.op = getattr(torch.ops.faithful_tests, op.__name__)
@@ -119,7 +117,7 @@ class Model(nn.Module):
         return out + 1
 
 
-def prepared_for(op: Callable[..., None], *, poison: bool = True, **settings: Any) -> PreparedModel:
+def prepared_for(op, *, poison=True, **settings):
     """The op is in a piece: it is not among the splitting ops."""
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"},
@@ -135,9 +133,8 @@ def prepared_for(op: Callable[..., None], *, poison: bool = True, **settings: An
     return prepare(Model(op), config, backend=backend, layers={"factor": 2.0})
 
 
-def step(prepared: PreparedModel, metadata: Any) -> Tensor:
-    result: Tensor = prepared(torch.ones(2, 4), batch=Batch(2, 2), metadata=metadata)
-    return result
+def step(prepared, metadata):
+    return prepared(torch.ones(2, 4), batch=Batch(2, 2), metadata=metadata)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -192,7 +189,7 @@ def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(op, compiler):
 class Reading(nn.Module):
     """Not traced: its op is called by the forward, or is its forward."""
 
-    def __init__(self, op: Callable[..., None]) -> None:
+    def __init__(self, op):
         super().__init__()
         self.op = op
 
@@ -247,7 +244,7 @@ def test_a_host_read_in_an_op_for_all_devices_fails_the_capture():
 
 def test_captures_that_fail_in_part_are_no_error():
     prepared = prepared_for(kept)
-    prepared.backend.options = ReplayOptions(failing_captures=frozenset({1}))  # type: ignore[attr-defined]
+    prepared.backend.options = ReplayOptions(failing_captures=frozenset({1}))
     prepared.capture()
     assert len(prepared.recordings()) == 1
 
@@ -286,7 +283,7 @@ def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left():
 class Weighted(nn.Module):
     """An attribute that is no buffer: a move of the model to a device leaves it on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.factor = torch.tensor(2.0)
         self.register_buffer("shift", torch.tensor(1.0))
@@ -356,7 +353,7 @@ class Calls(nn.Module):
         self.fn, self.keeps, self.table = fn, keeps, None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x * self.weight
+        y = x * self.weight
         if not self.keeps:
             return self.fn(y)
         if self.table is None:
@@ -364,7 +361,7 @@ class Calls(nn.Module):
         return y + self.table
 
 
-def captured(model: nn.Module, compiler: str | None) -> PreparedModel:
+def captured(model, compiler):
     """`compiler` is None for a model that is not traced."""
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
@@ -436,9 +433,9 @@ def test_a_device_that_is_set_around_a_break_inside_the_model():
 @pytest.mark.parametrize("backend", ["inductor", "eager"])
 def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend):
     torch._dynamo.reset()  # other tests have compiled the function
-    compiled: list[Any] = []
+    compiled = []
 
-    def count(graph: Any, inputs: Any) -> Any:
+    def count(graph, inputs):
         compiled.append(graph)
         return graph.forward if backend == "eager" else compile_fx(graph, inputs)
 
@@ -457,7 +454,7 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
         out.copy_(x)
 
     class Two(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
 
@@ -467,7 +464,7 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
             torch.ops.faithful_tests.attend_to(y, out)
             return out + self.weight
 
-    def undo(tape: Tape) -> None:
+    def undo(tape):
         kept.update(storage_id(tensor) for tensor, _ in tape._before)
         original(tape)
 

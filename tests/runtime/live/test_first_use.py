@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, ForwardContext, PreparedModel, forward_context, prepare
+from piecegraph import Batch, Config, ForwardContext, forward_context, prepare
 from piecegraph.errors import SetUpOnFirstUse
 from piecegraph.runtime.forward_context import get_forward_context
 
@@ -34,29 +34,29 @@ class Layer:
     act: Callable[[Layer, Tensor, Tensor], None]
 
 
-def set_up(layer: Layer, x: Tensor, scale: Tensor) -> None:
+def set_up(layer, x, scale):
     if not layer.holder.ready:
         scale.copy_(x.abs().max() + 2)
         layer.holder.ready = True
 
 
-def each_time(layer: Layer, x: Tensor, scale: Tensor) -> None:
+def each_time(layer, x, scale):
     scale.copy_(x.abs().max() + 2)
     layer.holder.ready = True
 
 
-def make_table(layer: Layer, x: Tensor, scale: Tensor) -> None:
+def make_table(layer, x, scale):
     if not layer.holder.ready:
         layer.holder.table = torch.full((), 3.0)
         layer.holder.ready = True
 
 
-def calculate(x: Tensor, scale: Tensor) -> None:
+def calculate(x, scale):
     layer = get_forward_context().layers["layer"]
     layer.act(layer, x, scale)
 
 
-def derive(x: Tensor, out: Tensor) -> None:
+def derive(x, out):
     metadata = get_forward_context().metadata
     if metadata.derived is None:
         metadata.derived = metadata.lens + 1
@@ -64,33 +64,33 @@ def derive(x: Tensor, out: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     temporary_op("first_tests::calculate", "(Tensor x, Tensor(a!) scale) -> ()", calculate)
     temporary_op("first_tests::derive", "(Tensor x, Tensor(a!) out) -> ()", derive)
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4).requires_grad_(False)
         self.register_buffer("scale", torch.ones(()))
         self.ready = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.linear(x)
         torch.ops.first_tests.calculate(y, self.scale)
         return y * self.scale
 
 
 OP = "first_tests::calculate"
-HOLDERS: dict[str, Callable[[Model], Any]] = {
+HOLDERS = {
     "module": lambda model: model,
     "layer": lambda model: Flag(),
     "global": lambda model: GLOBAL,
 }
 
 
-def prepared_for(model: nn.Module, layers: dict[str, Any], mode: str, **more: Any) -> PreparedModel:
+def prepared_for(model, layers, mode, **more):
     config = Config(
         inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=16, max_num_reqs=16,
         capture_sizes=(2, 4), graph_mode=mode, attention={"support": "ALWAYS"}, cache=False,
@@ -100,7 +100,7 @@ def prepared_for(model: nn.Module, layers: dict[str, Any], mode: str, **more: An
 
 
 @pytest.fixture
-def model() -> Model:
+def model():
     GLOBAL.ready = False
     return Model()
 
@@ -160,7 +160,7 @@ class Metadata:
 
 
 class Deriving(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(2):
             torch.ops.first_tests.derive(x, out := torch.empty_like(x))
             x = out + 1

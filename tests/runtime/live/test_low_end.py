@@ -1,26 +1,21 @@
 """Models with a minimum number of tokens: smaller batches are padded, with or without graphs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, Decision, Events, PreparedModel, prepare
+from piecegraph import Batch, Config, Events, prepare
 from piecegraph.errors import GuardUnproved, InvalidSetting, SizeOutOfRange
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 pytestmark = pytest.mark.compile
 
-SEEN: list[int] = []
-LIBRARY: Any = torch.library.Library("low_end_tests", "DEF")  # type: ignore[no-untyped-call]
+SEEN = []
+LIBRARY = torch.library.Library("low_end_tests", "DEF")
 LIBRARY.define("mix(Tensor x, Tensor(a!) out) -> ()")
 
 
-def mix(x: Tensor, out: Tensor) -> None:
+def mix(x, out):
     SEEN.append(len(x))
     out.copy_(x.cumsum(0))
 
@@ -32,7 +27,7 @@ torch.library.register_fake("low_end_tests::mix", lambda x, out: None, lib=LIBRA
 class Recurrent(nn.Module):
     """Branches on a single token, as the state-space layers of Mamba do, and computes the same."""
 
-    def __init__(self, single: Callable[[nn.Linear, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, single=None):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
@@ -40,7 +35,7 @@ class Recurrent(nn.Module):
         self.register_buffer("steps", torch.zeros(1))
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out = torch.empty_like(x)
         if x.shape[0] == 1:
             x = self.single(self.linear, x)
@@ -50,7 +45,7 @@ class Recurrent(nn.Module):
         return x + out
 
 
-def prepared(model: nn.Module, **settings: Any) -> PreparedModel:
+def prepared(model, **settings):
     given = {
         "inputs": {"x": "float32[num_tokens, 4]"},
         "splitting_ops": ("low_end_tests::mix",),
@@ -71,7 +66,7 @@ def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode)
     served.capture()
     for size in (1, 2, 3, 7, 16, 1):
         x = torch.randn(size, 4)
-        decisions: list[Decision] = []
+        decisions = []
         SEEN.clear()
         result = served(x, batch=Batch(size, 1), metadata=decisions.append)
         assert decisions[0].descriptor.num_tokens >= 2
@@ -111,7 +106,7 @@ def test_user_states_the_low_end():
 
 def test_check_run_leaves_the_model_as_it_was():
     class Counting(Recurrent):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             self.steps.add_(1)
             return super().forward(x)
 
@@ -122,7 +117,7 @@ def test_check_run_leaves_the_model_as_it_was():
 
 def test_written_inputs_of_a_padded_step_reach_the_caller():
     class Writing(Recurrent):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             result = super().forward(x)
             x.add_(1)
             return result
@@ -135,7 +130,7 @@ def test_written_inputs_of_a_padded_step_reach_the_caller():
 
 def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
     class Passing(Recurrent):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(self, x):
             return super().forward(x), x[:, :2]
 
     served, x = prepared(Passing()), torch.randn(1, 4)
@@ -146,7 +141,7 @@ def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
 
 def test_guard_that_fails_for_large_sizes_is_no_low_end():
     class Limited(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + 1 if x.shape[0] < 10 else x + 2
 
     with pytest.raises(GuardUnproved) as caught:

@@ -3,8 +3,6 @@
 Outputs are poisoned before each replay and the padding of the input is NaN.
 """
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 
@@ -76,7 +74,7 @@ def test_memory_is_flat_while_serving(serve, compiles):
     served = serve(compile=compiles)
     served.prepared.capture()
 
-    def serve_all() -> int:
+    def serve_all():
         for lengths in BATCHES:
             served.step(*lengths)
         gc.collect()

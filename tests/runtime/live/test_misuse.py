@@ -1,7 +1,5 @@
 """What an engine's author passes by mistake is refused at once, in the words of the API."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -44,7 +42,7 @@ def test_what_is_passed_is_checked_when_it_is_passed(serve, call, words):
 
 def test_counts_that_are_tensors_are_refused_when_the_batch_is_made():
     with pytest.raises(BatchInvalid, match=r"num_reqs is tensor\(3\)"):
-        Batch(3, torch.tensor(3))  # type: ignore[arg-type]
+        Batch(3, torch.tensor(3))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
@@ -56,14 +54,14 @@ def test_a_prepared_model_is_not_copied(serve, copied):
 class Returning(nn.Module):
     """Returns what `returned` gives of it, beside the result."""
 
-    def __init__(self, returned: Callable[[Returning], Any]) -> None:
+    def __init__(self, returned):
         super().__init__()
         self.linear = nn.Linear(HIDDEN, HIDDEN)
         self.register_buffer("table", torch.ones(3))
         self.returned = returned
         self.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return self.linear(x), {"of the model": self.returned(self)}
 
 

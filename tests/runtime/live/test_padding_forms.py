@@ -1,8 +1,6 @@
 """Every form in which a model may mix, count and choose by its rows, traced and not: no step is
 silently wrong, in its result or in the model's state, and models that do none keep their graphs."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, PiecegraphError, PreparedModel, prepare
+from piecegraph import Batch, Config, PiecegraphError, prepare
 
 from ..conftest import strict_backend
 
@@ -35,7 +33,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16)
 
 
 class Form(nn.Module):
-    def __init__(self, last: Callable[..., Any], before: Callable[..., Any] | None) -> None:
+    def __init__(self, last, before):
         super().__init__()
         self.linear, self.last, self.before = nn.Linear(4, 4), last, before
         self.register_buffer("load", torch.zeros(4))
@@ -44,30 +42,30 @@ class Form(nn.Module):
         self.loose = torch.zeros(4)
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor, slots: Tensor, ids: Tensor) -> Any:
+    def forward(self, x, slots, ids):
         y, self.ids = self.linear(x), ids
         if self.before is not None:
             y = self.before(y, self, slots)
         return self.last(torch.ops.padding_forms.attend(y), self, slots)
 
-    def state(self) -> list[Tensor]:
+    def state(self):
         return [self.load, self.cell[:DUMP], self.total, self.loose]
 
 
-def rows(y: Tensor) -> int:
+def rows(y):
     return y.shape[0]
 
 
-def then(y: Tensor, *written: Any) -> Tensor:
+def then(y, *written):
     return y + 0
 
 
-def ones(y: Tensor) -> Tensor:
+def ones(y):
     return torch.ones_like(y[:, 0])
 
 
 Last = Callable[[Tensor, Form, Tensor], Any]
-MIXED: dict[str, Last] = {
+MIXED = {
     "sum": lambda y, m, s: y - y.sum(0),
     "mean": lambda y, m, s: y - y.mean(0),
     "maximum": lambda y, m, s: y / y.amax(),
@@ -81,7 +79,7 @@ MIXED: dict[str, Last] = {
     "concatenated": lambda y, m, s: torch.cat([y, 2 * y]),
     "sum from 9 rows on": lambda y, m, s: y - y.sum(0) if rows(y) > 8 else y * 1,
 }
-COUNTED: dict[str, Last] = {
+COUNTED = {
     "times rows": lambda y, m, s: y * rows(y),
     "by root of rows": lambda y, m, s: y / math.sqrt(rows(y)),
     "from 10 rows on": lambda y, m, s: y * max(1, rows(y) - 10),
@@ -96,7 +94,7 @@ COUNTED: dict[str, Last] = {
     "positions from the end": lambda y, m, s: y + torch.arange(rows(y) - 1, -1, -1)[:, None],
     "logarithm": lambda y, m, s: y * int(math.log2(rows(y))),
 }
-CHOSEN: dict[str, Last] = {
+CHOSEN = {
     "up to 9 rows": lambda y, m, s: y * 1.5 if rows(y) <= 9 else y * 0.5,
     "one row": lambda y, m, s: y * 2 if rows(y) == 1 else y * 1,
     "six rows": lambda y, m, s: y * 2 if rows(y) == 6 else y * 1,
@@ -108,7 +106,7 @@ CHOSEN: dict[str, Last] = {
     "kernel wrong at 8": lambda y, m, s: torch.ops.padding_forms.wrong_at_8(y),
     "kernel from 12 on": lambda y, m, s: torch.ops.padding_forms.other_from_12(y),
 }
-KEPT: dict[str, Last] = {
+KEPT = {
     "tokens": lambda y, m, s: then(y, m.total.add_(ones(y).sum())),
     "rows": lambda y, m, s: then(y, m.total.add_(rows(y))),
     "by expert": lambda y, m, s: then(y, m.load.index_add_(0, y.argmax(-1), ones(y))),
@@ -119,7 +117,7 @@ KEPT: dict[str, Last] = {
     "first rows": lambda y, m, s: then(y, m.cell[: rows(y)].copy_(y)),
     "loose tensor": lambda y, m, s: then(y, m.loose.add_(y.sum(0))),
 }
-BY_ROW: dict[str, Last] = {
+BY_ROW = {
     "elementwise": lambda y, m, s: y.relu() * 2,
     "positions": lambda y, m, s: y + torch.arange(rows(y))[:, None],
     "all rows": lambda y, m, s: torch.where(torch.arange(rows(y))[:, None] < rows(y), y, 0),
@@ -132,7 +130,7 @@ FORMS = {**MIXED, **COUNTED, **CHOSEN, **KEPT, **BY_ROW}
 BEFORE = {**KEPT, "slots": BY_ROW["slots"]}
 
 
-def prepared_for(model: Form, compiles: bool, **settings: Any) -> PreparedModel:
+def prepared_for(model, compiles, **settings):
     config = Config(
         compile=compiles,
         inputs={

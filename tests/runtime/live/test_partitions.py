@@ -1,19 +1,14 @@
 """Code that Inductor partitioned at the splitting ops: the model's results and state, in each
 graph mode, by cold and by warm starts."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
-from piecegraph import Batch, Config, Events, GraphMode, PreparedModel, compile_ahead, prepare
+from piecegraph import Batch, Config, Events, GraphMode, compile_ahead, prepare
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime.capture.recording import SegmentKind
 
@@ -26,28 +21,28 @@ pytestmark = [
 
 WIDTH, SLOTS, LAYERS, SIZES = 8, 32, 2, (3, 4, 8, 1, 12, 2)
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
-ran: list[str] = []
+ran = []
 
 
-def attend(query: Tensor, key: Tensor, out: Tensor, layer: str) -> None:
+def attend(query, key, out, layer):
     """Each row sees the rows before it."""
     ran.append("attend")
     out.copy_(query * key.cumsum(0))
 
 
-def keep(key: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+def keep(key, cache, slots):
     """Write each row to its slot."""
     ran.append("keep")
     cache[slots] = key
     return key.new_empty(0)
 
 
-def read(query: Tensor, cache: Tensor, slots: Tensor, kept: Tensor) -> Tensor:
+def read(query, cache, slots, kept):
     ran.append("read")
     return query * (cache[slots] + cache[1:].mean(0))
 
 
-def scan(value: Tensor, decay: Tensor, real: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def scan(value, decay, real, state):
     """A recurrence over the real rows, which goes on in the next step."""
     ran.append("scan")
     rows = []
@@ -58,7 +53,7 @@ def scan(value: Tensor, decay: Tensor, real: Tensor, state: Tensor) -> tuple[Ten
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops(temporary_op: Callable[..., str]) -> None:
+def ops(temporary_op):
     schemas = {
         "attend(Tensor query, Tensor key, Tensor(a!) out, str layer) -> ()": (
             attend, lambda *_: None),
@@ -77,7 +72,7 @@ def ops(temporary_op: Callable[..., str]) -> None:
 class Layer(nn.Module):
     """Two projections of the normed rows around `mix`, then a gated MLP or experts."""
 
-    def __init__(self, mix: Callable[..., Tensor], experts: int) -> None:
+    def __init__(self, mix, experts):
         super().__init__()
         self.mix = mix
         self.project = nn.Linear(WIDTH, 2 * WIDTH)
@@ -87,7 +82,7 @@ class Layer(nn.Module):
         self.register_buffer("cache", torch.zeros(SLOTS, WIDTH))
         self.register_buffer("state", torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+    def forward(self, x, slots, real):
         query, key = self.project(F.rms_norm(x, (WIDTH,))).chunk(2, -1)
         half = query.chunk(2, -1)
         x = x + self.mix(self, torch.cat([-half[1], half[0]], -1), key, slots, real)
@@ -99,24 +94,24 @@ class Layer(nn.Module):
 live = torch.ops.partitions
 
 
-def attends(layer: Any, query: Tensor, key: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+def attends(layer, query, key, slots, real):
     out = torch.empty_like(query)
     live.attend(query, key, out, "layer")
     return out.sigmoid()
 
 
-def keeps_and_reads(layer: Any, query: Tensor, key: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+def keeps_and_reads(layer, query, key, slots, real):
     kept = live.keep(key.sin(), layer.cache, slots)
     return live.read(query * 2, layer.cache, slots, kept)
 
 
-def scans(layer: Any, query: Tensor, key: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+def scans(layer, query, key, slots, real):
     rows, rates = live.scan(query, key.sigmoid(), real, layer.state)
     return rows * rates + key
 
 
 class Model(nn.Module):
-    def __init__(self, mix: Callable[..., Tensor], experts: int = 1, gain: float = 1.0) -> None:
+    def __init__(self, mix, experts=1, gain=1.0):
         super().__init__()
         torch.manual_seed(0)
         self.gain = gain
@@ -124,14 +119,14 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor, slots: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, slots, real):
         begin = x.sin()
         for layer in self.layers:
             x = layer(x, slots, real)
         return self.head(x * self.gain + begin), x.argmax(-1)
 
 
-KINDS: dict[str, tuple[Model, int]] = {
+KINDS = {
     "decoder": (Model(attends), 1),
     "experts": (Model(attends, experts=3), 1),
     "KV update": (Model(keeps_and_reads), 2),
@@ -140,7 +135,7 @@ KINDS: dict[str, tuple[Model, int]] = {
 """By kind: the model, and how many splitting ops a layer has."""
 
 
-def config(cache: Path, mode: GraphMode, **settings: Any) -> Config:
+def config(cache, mode, **settings):
     return Config(
         splitting_ops=("partitions::*",),
         inputs={
@@ -157,7 +152,7 @@ def config(cache: Path, mode: GraphMode, **settings: Any) -> Config:
     ).changed(**{"codegen.partition": "inductor", **settings})
 
 
-def check(prepared: PreparedModel, model: Model, expected: Model) -> set[str]:
+def check(prepared, model, expected):
     """Steps of the model and of `expected` give the same results and state; returns the modes of
     those that are not larger than all graphs."""
     modes = set()
@@ -210,7 +205,7 @@ def test_results_and_state_are_the_models(tmp_path, kind):
             prepared.close()
 
 
-def averages(layer: Any, query: Tensor, key: Tensor, slots: Tensor, real: Tensor) -> Tensor:
+def averages(layer, query, key, slots, real):
     """Only the op is given what mixes rows."""
     out = torch.empty_like(query)
     live.attend(query - query.mean(0), key, out, "layer")

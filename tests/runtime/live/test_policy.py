@@ -7,9 +7,7 @@ dispatch key gives a wrong result.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +15,6 @@ from torch import Tensor, nn
 
 from piecegraph import (
     Batch,
-    BatchDescriptor,
-    Config,
-    Decision,
     ForwardContext,
     GraphMode,
     PaddingLimit,
@@ -28,7 +23,7 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.dispatch import NO_GRAPH, Axis, CaptureStrategy, LoraGraphs, Reason
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft, StaleContext
 
@@ -47,7 +42,7 @@ class Host:
     prefix_chunks: int = 0
 
     @classmethod
-    def of(cls, descriptor: BatchDescriptor, mode: RuntimeMode = FULL) -> Host:
+    def of(cls, descriptor, mode=FULL):
         return cls(descriptor.lora_case, **dict(descriptor.axes))
 
 
@@ -61,7 +56,7 @@ class Adapters:
     prefix: Tensor
 
 
-def mix(x: Tensor, out: Tensor, layer_name: str) -> None:
+def mix(x, out, layer_name):
     """Add each row's adapter and the prefix, looping over adapters and chunks on the host; scale by
     the micro-batches."""
     context = get_forward_context()
@@ -76,11 +71,11 @@ def mix(x: Tensor, out: Tensor, layer_name: str) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.rand(HIDDEN), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * self.scale
         out = torch.empty_like(x)
         torch.ops.policy_tests.mix(x, out, "adapters")
@@ -88,7 +83,7 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+def compiled(temporary_op):
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
     return compile_once(
         Model(),
@@ -106,7 +101,7 @@ class Engine:
     model: nn.Module
     adapters: Adapters
 
-    def step(self, batch: Batch, host: Host | None = None, **modes: Any) -> Decision:
+    def step(self, batch, host=None, **modes):
         """One step; its result must equal the plain model's bit for bit."""
         x = torch.randn(batch.num_tokens, HIDDEN)
         self.adapters.of_row[: batch.num_tokens] = torch.randint(
@@ -124,7 +119,7 @@ class Engine:
         assert torch.equal(result, self.expected(x, host))
         return decision
 
-    def follow(self, decision: Decision, batch: Batch, num_reqs: int) -> None:
+    def follow(self, decision, batch, num_reqs):
         """Another rank runs a step of fewer requests by this decision."""
         num_tokens = batch.num_tokens * num_reqs // batch.num_reqs
         if batch.query_len is None and batch.max_query_len is not None:
@@ -142,20 +137,17 @@ class Engine:
         assert followed.mode is decision.mode
         assert torch.equal(result, self.expected(x, host))
 
-    def expected(self, x: Tensor, host: Host) -> Tensor:
+    def expected(self, x, host):
         """What the plain model returns."""
         context = ForwardContext({"adapters": self.adapters})
         context.metadata = host
         with forward_context(context):
-            result: Tensor = self.model(x)
-        return result
+            return self.model(x)
 
 
 @pytest.fixture
-def engine(compiled: tuple[Config, CompiledModel]) -> Callable[..., Engine]:
-    def make(
-        mode: str = "FULL_AND_PIECEWISE", graph_sizes: Any = (4, 8, 12), **settings: Any
-    ) -> Engine:
+def engine(compiled):
+    def make(mode="FULL_AND_PIECEWISE", graph_sizes=(4, 8, 12), **settings):
         base, traced = compiled
         model = Model()
         adapters = Adapters(
@@ -171,7 +163,7 @@ def engine(compiled: tuple[Config, CompiledModel]) -> Callable[..., Engine]:
     return make
 
 
-def decode(num_reqs: int, query_len: int = 1, **facts: Any) -> Batch:
+def decode(num_reqs, query_len=1, **facts):
     return Batch(num_reqs * query_len, num_reqs, is_decode=True, query_len=query_len, **facts)
 
 
@@ -276,7 +268,7 @@ def test_a_rank_without_requests_runs_the_step_of_the_others(engine):
     assert steps == {("FULL", 4): 2, ("PIECEWISE", 8): 2, ("NONE", 20): 1, ("NONE", 1): 1}
 
 
-def random_settings(draw: random.Random) -> dict[str, Any]:
+def random_settings(draw):
     axes = {
         "micro_batches": Axis("micro_batches", (1, 2)),
         "prefix_chunks": Axis("prefix_chunks", (0, 2, 4), rounds_up=True),
@@ -300,7 +292,7 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def random_batch(draw: random.Random, axes: Sequence[Axis]) -> Batch:
+def random_batch(draw, axes):
     host = {axis.name: draw.choice((*axis.values, max(axis.values) - 1)) for axis in axes}
     num_loras = draw.choice((0, 0, 1, 2, 3, 4))
     lengths = [draw.randint(1, 4) for _ in range(draw.randint(1, 8))]

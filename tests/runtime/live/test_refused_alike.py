@@ -1,13 +1,8 @@
 """What no graph can hold is refused on each backend by the same error, op and line."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Config, ReplayBackend, prepare
 from piecegraph.errors import AllCapturesFailed
@@ -15,29 +10,29 @@ from piecegraph.errors import AllCapturesFailed
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def draws(x: Tensor, generator: torch.Generator) -> Tensor:
+def draws(x, generator):
     return x + torch.rand(x.shape, generator=generator, device=x.device)
 
 
-def branches(x: Tensor, generator: torch.Generator) -> Tensor:
+def branches(x, generator):
     return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
 
 
-def drops(x: Tensor, generator: torch.Generator) -> Tensor:
+def drops(x, generator):
     return nn.functional.dropout(x, 0.5)
 
 
 class Model(nn.Module):
-    def __init__(self, scene: Callable[..., Tensor], device: str) -> None:
+    def __init__(self, scene, device):
         super().__init__()
         self.scene = scene
         self.generator = torch.Generator(device).manual_seed(3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.scene(x, self.generator)
 
 
-SCENES: list[tuple[Callable[..., Tensor], dict[str, Any], str]] = [
+SCENES = [
     (draws, {"compile": False}, "GeneratorInCapture: aten.rand.generator"),
     (branches, {"compile": False}, "HostReadInCapture: cond"),
     (branches, {"compiler": "eager"}, "HostReadInCapture: cond"),

@@ -1,22 +1,18 @@
 """Regions that a model which is not traced compiles itself with `torch.compile`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import (
     Batch,
     Config,
     ForwardContext,
-    PreparedModel,
     break_graph,
     forward_context,
     get_forward_context,
@@ -31,15 +27,15 @@ pytestmark = pytest.mark.compile
 
 
 @break_graph
-def attend(x: Tensor, out: Tensor) -> None:
+def attend(x, out):
     out.copy_(x.cumsum(0) * get_forward_context().metadata["scale"].item())
 
 
-def activation(x: Tensor) -> Tensor:
+def activation(x):
     return torch.nn.functional.silu(x) * 2
 
 
-def broken(x: Tensor) -> Tensor:
+def broken(x):
     """A region with a break, at which Dynamo leaves it."""
     out = torch.empty_like(x)
     attend(x * 2, out)
@@ -49,7 +45,7 @@ def broken(x: Tensor) -> Tensor:
 class Regions(nn.Module):
     """Compiles functions and a method that writes to its argument, and has a nested region."""
 
-    def __init__(self, with_break: bool = False, **options: Any) -> None:
+    def __init__(self, with_break=False, **options):
         super().__init__()
         self.with_break = with_break
         torch._dynamo.reset()
@@ -58,15 +54,15 @@ class Regions(nn.Module):
         self.norm = torch.compile(self.normed, **options)
         self.last = torch.compile(broken, **options)
 
-    def normed(self, x: Tensor) -> Tensor:
+    def normed(self, x):
         x.add_(1)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
     @torch.compiler.nested_compile_region
-    def nested(self, x: Tensor) -> Tensor:
+    def nested(self, x):
         return x.sin() + 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for _ in range(2):
             y = self.nested(self.act(self.norm(x + 0) @ self.weight))
             out = torch.empty_like(y)
@@ -75,7 +71,7 @@ class Regions(nn.Module):
         return self.last(x) if self.with_break else x
 
 
-def prepared_for(model: nn.Module, **settings: Any) -> PreparedModel:
+def prepared_for(model, **settings):
     config = Config(
         compile=False,
         inputs={"x": "float32[num_tokens, 4]"},
@@ -89,7 +85,7 @@ def prepared_for(model: nn.Module, **settings: Any) -> PreparedModel:
     return prepared
 
 
-def is_right(prepared: PreparedModel, model: nn.Module, size: int) -> str:
+def is_right(prepared, model, size):
     """The mode of a step whose result is that of the model run uncompiled."""
     metadata = {"scale": torch.tensor(3.0)}
     x = torch.randn(size, 4)
@@ -103,9 +99,9 @@ def is_right(prepared: PreparedModel, model: nn.Module, size: int) -> str:
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_traced(backend):
-    traced: list[str] = []
+    traced = []
 
-    def note(code: Any, compiled: Any) -> None:
+    def note(code, compiled):
         traced.append(f"{code.co_filename}:{code.co_name}")
 
     hook = torch._dynamo.convert_frame.register_bytecode_hook(note)
@@ -127,13 +123,13 @@ def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_trace
 
 
 class Watching(LightDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 def test_the_handler_of_a_mode_is_not_traced():
     """Dynamo leaves a region that is called under a dispatch mode, but not what it calls."""
-    traced: list[str] = []
+    traced = []
     hook = torch._dynamo.convert_frame.register_bytecode_hook(
         lambda code, compiled: traced.append(code.co_name)
     )
@@ -174,7 +170,7 @@ print(json.dumps([modes, report["counters"], generated, operations]))
 
 @pytest.mark.slow
 def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path):
-    def start() -> Any:
+    def start():
         root = Path(__file__).parents[3]
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
         done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)

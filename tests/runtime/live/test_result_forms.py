@@ -1,37 +1,32 @@
 """An op that returns another form than its fake kernel said is an error by name, in every mode."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.compile.plan.result_forms import checked_link
 from piecegraph.errors import AllCapturesFailed, PiecegraphError, ResultNotAsTraced
 
-LIES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+LIES = {
     "wider": (lambda x: (x + 1).double(), r"float64\[\d, 4\].* told the trace float32\[\d, 4\]"),
     "narrower": (lambda x: (x + 1).half(), r"float16\[\d, 4\].* told the trace float32\[\d, 4\]"),
     "columns": (lambda x: (x + 1)[:, :3].clone(), r"float32\[\d, 3\].* told .* float32\[\d, 4\]"),
     "strides": (lambda x: (x + 1).t().contiguous().t(), r"strides \[1, \d\].* told .* \[4, 1\]"),
     "one size": (lambda x: (x + 1).double() if len(x) == 3 else x + 1, r"float64\[3, 4\]"),
 }
-OP: dict[str, Callable[[Tensor], Tensor]] = {"op": torch.clone}
+OP = {"op": torch.clone}
 
 
-def told(x: Tensor) -> Tensor:
+def told(x):
     return torch.empty_like(x)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops() -> Any:
+def ops():
     library = torch.library.Library("told_tests", "DEF")
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", lambda x: OP["op"](x), "CPU")
@@ -41,12 +36,11 @@ def ops() -> Any:
 
 
 class Model(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch.ops.told_tests.op(x + 1) * 2
-        return result
+    def forward(self, x):
+        return torch.ops.told_tests.op(x + 1) * 2
 
 
-def config(mode: str, **settings: Any) -> Config:
+def config(mode, **settings):
     return Config(
         splitting_ops=("told_tests::op",), inputs={"x": "float32[num_tokens, 4]"},
         max_num_tokens=16, max_num_reqs=16, capture_sizes=(3,), graph_mode=mode,
@@ -94,10 +88,10 @@ def test_an_op_in_a_piece_is_held_to_its_fake_kernel(monkeypatch, lie):
 def test_an_assertion_of_compiled_code_names_the_op_and_its_line():
     compiled = prepare(Model(), config("NONE", splitting_ops=())).compiled
 
-    def failing(arguments: Any) -> Any:
+    def failing(arguments):
         raise AssertionError("expected size 3==4\nError in op: torch.ops.told_tests.op.default\n")
 
-    broken: CompiledModel = replace(compiled, pieces=(failing,))
+    broken = replace(compiled, pieces=(failing,))
     line = Model.forward.__code__.co_firstlineno + 1
     words = rf"told_tests::op returned expected size 3==4.*test_result_forms.py:{line}"
     with pytest.raises(ResultNotAsTraced, match=words):

@@ -1,17 +1,13 @@
 """What a step returns, what it reports, and what is left after the model was closed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, BatchDescriptor, Config, RuntimeMode, prepare
+from piecegraph import Batch, Config, RuntimeMode, prepare
 from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch, ReturnedUnread
 from piecegraph.runtime.capture import installed_graph
 
@@ -20,13 +16,13 @@ from ..conftest import strict_backend
 DECODE = Batch(2, 2, is_decode=True, query_len=1)
 
 
-def ready(serve: Callable[..., Any], **settings: Any) -> Any:
+def ready(serve, **settings):
     served = serve(**settings)
     served.prepared.capture()
     return served
 
 
-def run(served: Any, lengths: tuple[int, ...] = (1, 1)) -> tuple[Tensor, Tensor]:
+def run(served, lengths=(1, 1)):
     """One step; its result and a copy of what it should be."""
     x = torch.randn(sum(lengths), 4)
     served.stage.starts.copy_(torch.arange(16))
@@ -34,7 +30,7 @@ def run(served: Any, lengths: tuple[int, ...] = (1, 1)) -> tuple[Tensor, Tensor]
     return served.prepared(x, batch=served.batch(*lengths)), expected
 
 
-CHANGES: list[Callable[[Tensor], Any]] = [
+CHANGES = [
     lambda result: result.t_(),
     lambda result: result.unsqueeze_(0),
     lambda result: result.requires_grad_(),
@@ -58,7 +54,7 @@ def test_nothing_that_a_caller_does_to_a_result_changes_later_steps(serve, chang
 class Passing(nn.Module):
     """Returns arguments of which the graph reads one."""
 
-    def forward(self, x: Tensor, ids: Tensor, table: Tensor) -> dict[str, Any]:
+    def forward(self, x, ids, table):
         return {"ids": ids, "own": x * 2, "given": (table, x)}
 
 
@@ -167,7 +163,7 @@ def test_counts_that_contradict_are_refused_cold_and_hot(serve):
 
 def test_an_idle_rank_runs_a_step_of_padding(serve):
     served = ready(serve)
-    seen: list[BatchDescriptor] = []
+    seen = []
     plan = served.prepared.dispatcher.plan
     for graph_index in (*range(len(plan.entries)), -1):
         decision = served.prepared.dispatcher.follow(graph_index, Batch(0, 0))

@@ -1,15 +1,10 @@
 """Models in which padding would reach real rows are found, and their batches never padded."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph import Batch, Config, prepare
 
 from ..conftest import strict_backend
 
@@ -17,18 +12,18 @@ pytestmark = pytest.mark.compile
 
 
 class Model(nn.Module):
-    def __init__(self, last: Callable[[Tensor], Any]) -> None:
+    def __init__(self, last):
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
         self.last = last
 
-    def forward(self, x: Tensor, ids: Tensor) -> Any:
+    def forward(self, x, ids):
         x = x * self.weight + ids[:, None] + 1
         x = x / x.mean(-1, keepdim=True)  # of one row: is not what mixes rows
         return self.last(x)
 
 
-MIXING: dict[str, Callable[[Tensor], Any]] = {
+MIXING = {
     "pooled": lambda y: y.sum(0),
     "last row": lambda y: y + y[-1],
     "flipped": lambda y: y.flip(0),
@@ -36,7 +31,7 @@ MIXING: dict[str, Callable[[Tensor], Any]] = {
     "scaled by all": lambda y: y / y.amax(),
     "transposed and joined": lambda y: y.t().reshape(-1),
 }
-ROW_WISE: dict[str, Callable[[Tensor], Any]] = {
+ROW_WISE = {
     "elementwise": lambda y: y.relu() * 2,
     "softmax": lambda y: y.softmax(-1),
     "flattened": lambda y: y.reshape(-1),
@@ -50,7 +45,7 @@ ROW_WISE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def prepared_for(last: Callable[[Tensor], Any], **settings: Any) -> tuple[PreparedModel, nn.Module]:
+def prepared_for(last, **settings):
     model = Model(last)
     config = Config(
         inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"},
@@ -67,7 +62,7 @@ def prepared_for(last: Callable[[Tensor], Any], **settings: Any) -> tuple[Prepar
     return prepared, model
 
 
-def modes_of_right_steps(prepared: PreparedModel, model: nn.Module) -> list[str]:
+def modes_of_right_steps(prepared, model):
     modes = []
     for num_tokens in (3, 4, 7, 8):
         x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
@@ -112,11 +107,11 @@ def test_generated_code_is_checked_too(case):
 class Counting(nn.Module):
     """Reads a buffer, then writes it: its results depend on how often it ran, on no other row."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.register_buffer("ran", torch.ones(1))
 
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x, ids):
         y = x * self.ran
         self.ran.add_(1)
         return y + ids.unsqueeze(-1)
@@ -138,19 +133,19 @@ def test_the_check_leaves_no_trace():
     assert torch.equal(torch.rand(3), drawn)
 
 
-def find_mixed_rows_of(model: nn.Module) -> list[Any]:
+def find_mixed_rows_of(model):
     config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
     config = config.changed(
         compiler="eager", cache=False, graph_mode="FULL", attention={"support": 3}
     )
-    return prepare(model, config).report()["rows_mixed"]  # type: ignore[no-any-return]
+    return prepare(model, config).report()["rows_mixed"]
 
 
 OPS = torch.library.Library("row_mixing", "FRAGMENT")
 OPS.define("attend(Tensor query, Tensor(a!) output) -> ()")
 
 
-def attend(query: Tensor, output: Tensor) -> None:
+def attend(query, output):
     output.copy_(query)
 
 
@@ -159,7 +154,7 @@ torch.library.register_fake("row_mixing::attend", lambda query, output: None, li
 
 
 class Attention(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         query = x * 2
         # results of the first piece that nothing has written: a tensor and a view
         output = torch.empty_like(query)
@@ -187,11 +182,11 @@ def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows():
 class Attends(nn.Module):
     """Tokens attend to the rows of an image, or look some of them up."""
 
-    def __init__(self, lookup: bool) -> None:
+    def __init__(self, lookup):
         super().__init__()
         self.lookup = lookup
 
-    def forward(self, x: Tensor, image: Tensor, places: Tensor) -> Tensor:
+    def forward(self, x, image, places):
         if self.lookup:
             return x + image[places]
         return x + (x @ image.t()).softmax(-1) @ image

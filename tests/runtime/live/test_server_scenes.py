@@ -3,8 +3,6 @@
 Every result is compared with the uncompiled model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import random
@@ -12,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -27,20 +24,20 @@ pytestmark = pytest.mark.compile
 
 
 @pytest.fixture
-def before_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+def before_code(monkeypatch):
     """`before_code(function)`: called in the thread before each piece is compiled."""
 
-    def set_it(function: Callable[[], object]) -> None:
+    def set_it(function):
         monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=function)])
 
     return set_it
 
 
-def state(served: LiveServed) -> str:
+def state(served):
     return str(served.prepared.report()["background"]["state"])
 
 
-def serve_until_over(*all_served: LiveServed) -> None:
+def serve_until_over(*all_served):
     """Random steps until no model is compiled any more, and some after that."""
     while any(state(served) == "compiling" for served in all_served):
         for served in all_served:
@@ -67,7 +64,7 @@ def test_the_cache_directory_is_removed_meanwhile(serve_cold, before_code, tmp_p
 
 
 def test_the_disk_is_full_meanwhile(serve_cold, monkeypatch):
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(DirectoryLayer, "_put", full)
@@ -128,7 +125,7 @@ def test_an_asyncio_server_answers_all_its_clients_meanwhile(serve_cold):
     served = serve_cold()
     answered = 0
 
-    async def client(requests: asyncio.Queue[Any]) -> None:
+    async def client(requests):
         nonlocal answered
         while state(served) == "compiling" or answered < 200:
             answer = asyncio.get_running_loop().create_future()
@@ -136,13 +133,13 @@ def test_an_asyncio_server_answers_all_its_clients_meanwhile(serve_cold):
             await answer
             answered += 1
 
-    async def engine(requests: asyncio.Queue[Any]) -> None:
+    async def engine(requests):
         while True:
             lengths, answer = await requests.get()
             answer.set_result(await asyncio.to_thread(served.step, *lengths))
 
-    async def server() -> None:
-        requests: asyncio.Queue[Any] = asyncio.Queue()
+    async def server():
+        requests = asyncio.Queue()
         steps = asyncio.create_task(engine(requests))
         clients = asyncio.gather(*(client(requests) for _ in range(8)))
         await asyncio.wait({steps, clients}, return_when=asyncio.FIRST_COMPLETED)

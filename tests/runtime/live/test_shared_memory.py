@@ -1,15 +1,10 @@
 """Tensors of a step that share memory: equal to the model itself, or an error that names them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph import Batch, Config, prepare
 from piecegraph.errors import InputsShareMemory
 
 from ..conftest import strict_backend
@@ -23,13 +18,13 @@ MODES["NONE"] = Batch(12, 1)
 class Model(nn.Module):
     """Writes to `x` and to its buffer; its first result is a view of `y`."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.around = torch.zeros(68)  # begins one row before the buffer
         self.register_buffer("seen", self.around[4:].view(16, 4))
         self.register_buffer("scale", torch.ones(16, 4))
 
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, y, z):
         x.add_(1)
         out = torch.empty_like(x)
         torch.ops.shared_memory_tests.attend(x, out)
@@ -37,17 +32,17 @@ class Model(nn.Module):
         return y[:, :2], out + y + z.repeat(1, 2) * self.scale[0]
 
 
-def attend(x: Tensor, out: Tensor) -> None:
+def attend(x, out):
     out.copy_(x * 2)
 
 
 @pytest.fixture(scope="module")
-def op(temporary_op: Callable[..., str]) -> str:
+def op(temporary_op):
     return temporary_op("shared_memory_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["traced", "untraced"])
-def prepared(op: str, request: pytest.FixtureRequest) -> PreparedModel:
+def prepared(op, request):
     config = Config(
         splitting_ops=(op,),
         inputs={name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()},
@@ -65,22 +60,22 @@ def prepared(op: str, request: pytest.FixtureRequest) -> PreparedModel:
     return prepared
 
 
-def inputs(n: int) -> dict[str, Tensor]:
+def inputs(n):
     return {"x": torch.randn(n, 4), "y": torch.randn(n, 4), "z": torch.randn(n, 2)}
 
 
-def run(prepared: PreparedModel, mode: str, given: dict[str, Tensor]) -> Any:
+def run(prepared, mode, given):
     decision = prepared.dispatch(MODES[mode])
     assert decision.mode.name == mode
     return prepared.run(decision, **given)
 
 
-def columns(n: int) -> dict[str, Tensor]:
+def columns(n):
     both = torch.randn(n, 8)
     return {"x": both[:, :4], "y": both[:, 4:]}
 
 
-FINE: dict[str, Callable[[int], dict[str, Tensor]]] = {
+FINE = {
     "columns of one tensor": columns,
     "inputs that are only read": lambda n: {"y": (y := torch.randn(n, 4)), "z": y[:, 2:]},
     "rows one after another": lambda n: {"x": (t := torch.randn(2 * n, 4))[:n], "y": t[n:]},

@@ -1,16 +1,12 @@
 """A model with a tile table in each mode: batches are never padded into another interval."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
+from piecegraph import Batch, Config, GraphMode, compile_ahead, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.dispatch import Reason
@@ -26,26 +22,26 @@ CAPTURES = (4, 8, 12, 80, 96)
 MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
 
 
-def mix(x: Tensor, out: Tensor) -> None:
+def mix(x, out):
     out.copy_(x.cumsum(0))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def op(temporary_op: Callable[..., str]) -> str:
+def op(temporary_op):
     return temporary_op("split_tests::mix", "(Tensor x, Tensor(a!) out) -> ()", mix)
 
 
 class Tiled(nn.Module):
     """Its values depend on the tile, so that a step in another interval is a wrong number."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers=2):
         super().__init__()
         torch.manual_seed(0)
         self.weights = nn.ParameterList(torch.rand(4) for _ in range(layers))
         self.register_buffer("steps", torch.zeros(1))
         self.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         m = x.shape[0]
         tile = 1 if m <= 8 else 2 if m <= 64 else 4
         for weight in self.weights:
@@ -56,8 +52,8 @@ class Tiled(nn.Module):
         return x
 
 
-def prepared(model: nn.Module, mode: GraphMode, **settings: Any) -> PreparedModel:
-    given: dict[str, Any] = {
+def prepared(model, mode, **settings):
+    given = {
         "inputs": {"x": "float32[num_tokens, 4]"},
         "splitting_ops": ("split_tests::mix",),
         "max_num_tokens": 96,
@@ -74,7 +70,7 @@ def prepared(model: nn.Module, mode: GraphMode, **settings: Any) -> PreparedMode
     return served
 
 
-def check(served: PreparedModel, sizes: tuple[int, ...] = SIZES) -> dict[int, str]:
+def check(served, sizes=SIZES):
     """Run steps that must equal the plain model's; the mode and padded size of each."""
     plain, used = Tiled(), {}
     for size in (*sizes, *reversed(sizes)):
@@ -124,7 +120,7 @@ def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a
 def test_a_warm_start_serves_all_intervals(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
-    settings: dict[str, Any] = {
+    settings = {
         "compiler": "texts",
         "cache_dir": tmp_path,
         "cache": CacheSettings(verify_bundle="background"),
@@ -143,7 +139,7 @@ def test_a_warm_start_serves_all_intervals(mode, tmp_path, monkeypatch):
 @pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_under_inductor(mode, tmp_path):
-    settings: dict[str, Any] = {"compiler": "inductor", "cache_dir": tmp_path, "cache": {}}
+    settings = {"compiler": "inductor", "cache_dir": tmp_path, "cache": {}}
     counts = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -175,7 +171,7 @@ def test_shadow_steps_agree_in_every_interval():
 
 def test_rows_that_one_interval_mixes_are_found_there():
     class Mixes(Tiled):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = super().forward(x)
             return x - x.sum() if x.shape[0] <= 8 else x
 
@@ -188,7 +184,7 @@ def test_rows_that_one_interval_mixes_are_found_there():
 
 def test_profiler_ranges_name_the_pieces_of_the_interval():
     class Deeper(Tiled):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             x = super().forward(x)
             if x.shape[0] <= 8:
                 out = torch.empty_like(x)
@@ -215,7 +211,7 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path, mon
     served = prepared(Tiled(), GraphMode.NONE, **settings)
     decision = served.dispatch(Batch(3, 1))
 
-    def fails(args: list[Any]) -> Any:
+    def fails(args):
         raise ZeroDivisionError
 
     compiled = served.compiled
@@ -232,7 +228,7 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path, mon
 @pytest.mark.heavy
 def test_libraries_ahead_of_time_serve_all_intervals(tmp_path):
     class Small(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x.sin() * 2 if x.shape[0] <= 8 else x.sin() * 3
 
     config = Config(

@@ -1,14 +1,10 @@
 """A step's inputs and outputs: any form, any dynamic dimension, padding as declared."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, GraphMode, PreparedModel, prepare
+from piecegraph import Batch, Config, GraphMode, prepare
 from piecegraph.errors import (
     BatchExceeded,
     InputMismatch,
@@ -25,20 +21,11 @@ DECODE = Batch(3, 3, is_decode=True, query_len=1)
 class Everything(nn.Module):
     """Dynamic in dimension 0, 1 and another symbol; one input unused, one passed through."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.rand(32, 4), requires_grad=False)
 
-    def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        lengths: Tensor,
-        unused: Tensor,
-        *,
-        hidden: dict[str, Tensor],
-        factor: float = 2.0,
-    ) -> dict[str, Any]:
+    def forward(self, ids, positions, lengths, unused, *, hidden, factor=2.0):
         x = self.table[ids] + positions.sum(0)[:, None] + hidden["x"]
         return {"x": x, "pair": (x.t() * factor, lengths + 1), "ids": ids}
 
@@ -62,7 +49,7 @@ CONFIG = Config(
 )
 
 
-def arguments(num_tokens: int, num_reqs: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def arguments(num_tokens, num_reqs):
     ids = torch.randint(32, (num_tokens,))
     positions = torch.randint(9, (3, num_tokens))
     lengths = torch.randint(9, (num_reqs,))
@@ -70,7 +57,7 @@ def arguments(num_tokens: int, num_reqs: int) -> tuple[tuple[Tensor, ...], dict[
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[PreparedModel, nn.Module]:
+def both():
     model = Everything()
     prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=strict_backend())
     prepared.capture()

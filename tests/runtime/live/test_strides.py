@@ -1,15 +1,10 @@
 """Inputs of any strides are right in every mode, with code that relies on strides."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, PreparedModel, compile_ahead, prepare
+from piecegraph import Batch, Config, compile_ahead, prepare
 from piecegraph.errors import InputMismatch
 
 from ..conftest import strict_backend
@@ -20,11 +15,11 @@ MAX_TOKENS = 16
 
 
 class Model(nn.Module):
-    def forward(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+    def forward(self, x, positions, table):
         return x * 2 + positions.sum(0)[:, None] + table[:3].sum()
 
 
-def config(**settings: Any) -> Config:
+def config(**settings):
     return Config(
         inputs={
             "x": "float32[num_tokens, 4]",
@@ -43,7 +38,7 @@ def config(**settings: Any) -> Config:
 @pytest.fixture(
     scope="module", params=["artifacts", pytest.param("libraries", marks=pytest.mark.heavy)]
 )
-def prepared(request: pytest.FixtureRequest, tmp_path_factory: Any) -> PreparedModel:
+def prepared(request, tmp_path_factory):
     used = config()
     if request.param == "libraries":
         used = config(cache=True, cache_dir=tmp_path_factory.mktemp("cache"))
@@ -54,7 +49,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: Any) -> PreparedM
     return prepared
 
 
-INPUTS: dict[str, Callable[[int], dict[str, Tensor]]] = {
+INPUTS = {
     "transposed": lambda n: {"x": torch.randn(4, n).t()},
     "column slice": lambda n: {"x": torch.randn(n, 9)[:, 2:6]},
     "every second row": lambda n: {"x": torch.randn(2 * n, 4)[::2]},
@@ -83,10 +78,10 @@ def test_inputs_of_any_strides(prepared, case, num_tokens):
 
 def test_code_without_a_graph_is_given_the_strides_it_relies_on(prepared, monkeypatch):
     """Ahead-of-time libraries do not check strides: they read out of bounds."""
-    seen: list[bool] = []
+    seen = []
     stitched = prepared._core.steps.code.call
 
-    def watching(*inputs: Tensor) -> Any:
+    def watching(*inputs):
         seen.extend(tensor.is_contiguous() for tensor in inputs)
         return stitched(*inputs)
 

@@ -1,10 +1,8 @@
 """Graphs for two sizes: images in a batch, and patches in an image."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import AttentionSupport, Axis, Batch, Config, prepare
 
@@ -15,7 +13,7 @@ LIBRARY.define("attend(Tensor qkv, Tensor num_patches, Tensor(a!) output) -> ()"
 torch.library.register_fake("two_sizes::attend", lambda *_: None, lib=LIBRARY)
 
 
-def attend(qkv: Tensor, num_patches: Tensor, output: Tensor) -> None:
+def attend(qkv, num_patches, output):
     """Each image over the patches that it has."""
     query, key, value = qkv.chunk(3, -1)
     seen = torch.arange(qkv.shape[1]) < num_patches[:, None]
@@ -29,14 +27,14 @@ LIBRARY.impl("attend", attend, "CPU")
 class Tower(nn.Module):
     """Images of different numbers of patches, each padded to the largest one of the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.places = nn.Linear(12, 8), nn.Embedding(32, 8)
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
         self.requires_grad_(False)
 
-    def forward(self, patches: Tensor, places: Tensor, num_patches: Tensor) -> Tensor:
+    def forward(self, patches, places, num_patches):
         x = self.embed(patches) + self.places(places)
         output = torch.empty_like(x)
         torch.ops.two_sizes.attend(self.qkv(x), num_patches, output)

@@ -3,8 +3,6 @@
 Conditions are switched off here, so that only the verification can refuse a bundle.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import multiprocessing
@@ -12,10 +10,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,16 +36,16 @@ pytestmark = pytest.mark.compile
 
 
 class Gained(Model):
-    def __init__(self, gain: float = 2.0) -> None:
+    def __init__(self, gain=2.0):
         super().__init__()
         self.gain = gain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * self.gain
 
 
 @pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
+def on(monkeypatch):
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
 
 
@@ -71,7 +67,7 @@ def test_report_log_and_forecast_name_the_condition_that_refused(prepare_live, c
 class Sliced(Model):
     """Its forward makes a list of modules, as models of transformers do."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.layers[:2]:
             x = layer(x)
         return super().forward(x)
@@ -85,23 +81,23 @@ def test_hooks_of_other_models_are_in_no_trace(prepare_live):
 
 
 @pytest.fixture
-def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+def blind(monkeypatch):
     """No condition refuses a bundle."""
     monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])
 
 
 @pytest.fixture
-def stale_start(prepare_live: Prepare, blind: None) -> Prepare:
+def stale_start(prepare_live, blind):
     """A start from the bundle that another process made of a model with another gain."""
     prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
 
-    def start(when: str = "background", **settings: Any) -> LiveServed:
+    def start(when="background", **settings):
         return prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle=when), **settings)
 
     return start
 
 
-def wrong(served: LiveServed) -> bool:
+def wrong(served):
     try:
         served.step(3, 1)
     except AssertionError:
@@ -179,7 +175,7 @@ def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start):
 def test_every_warm_start_verifies_in_a_process_that_is_equal_too(prepare_live, blind):
     """What the model was made of, such as a file that the program has read, is in no list."""
 
-    def start(gain: float) -> tuple[bool | str, bool | str]:
+    def start(gain):
         prepared = prepare_live(Gained(gain)).prepared
         at_first = prepared.report()["cache"]["verified"]
         return at_first, prepared.parts.starts.wait_until_verified(300)
@@ -191,10 +187,10 @@ def test_every_warm_start_verifies_in_a_process_that_is_equal_too(prepare_live, 
 
 
 @pytest.fixture
-def cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+def cannot_compare(monkeypatch):
     monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01, 0.01, 0.01))
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise RuntimeError("no trace here")
 
     monkeypatch.setattr(verify, "trace_with_guards", fail)
@@ -224,7 +220,7 @@ def test_what_cannot_be_compared_before_the_first_step_is_compiled(prepare_live,
         prepare_live(cache=CacheSettings(verify_bundle="before"), bundle="force")
 
 
-def leave_on_a_rank(rank: int, folder: Path, prepare: Prepare, bundle: str) -> None:
+def leave_on_a_rank(rank, folder, prepare, bundle):
     """A forked rank, of which one has another model: steps until the bundle is left."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
@@ -290,12 +286,12 @@ def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold):
 
 
 @pytest.fixture
-def dtype_changed_beside_a_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def dtype_changed_beside_a_trace(monkeypatch):
     """Another thread changes the default dtype during the first trace in a thread."""
-    changed: list[str] = []
+    changed = []
 
-    def beside_a_change(capture: Callable[..., Any]) -> Callable[..., Any]:
-        def capture_beside_a_change(*args: Any) -> Any:
+    def beside_a_change(capture):
+        def capture_beside_a_change(*args):
             captured = capture(*args)
             thread = threading.current_thread()
             if thread is not threading.main_thread() and not changed:
@@ -372,10 +368,10 @@ def test_an_error_at_any_point_of_a_trace_is_no_difference(prepare_live, monkeyp
     monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01,) * 5)
     trace, points, raised = verify.trace_with_guards, list[int](), list[str]()
 
-    def raises_once(request: Any) -> Any:
+    def raises_once(request):
         left = points.pop() if points else 0
 
-        def profile(frame: Any, event: str, _: Any) -> None:
+        def profile(frame, event, _):
             nonlocal left
             left -= event == "call"
             if not left:
@@ -406,14 +402,14 @@ def test_a_fault_of_the_copies_of_layers_is_found(prepare_live, blind, monkeypat
     monkeypatch.setattr(Match, "_read_difference", lambda *_: None)
 
     class Gains(Scale):
-        def __init__(self, gain: float) -> None:
+        def __init__(self, gain):
             super().__init__()
             self.gain = gain
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return super().forward(x) * self.gain
 
-    def model() -> Model:
+    def model():
         made = Model()
         made.layers = torch.nn.ModuleList(map(Gains, (1.0, 2.0, 3.0)))
         return made.requires_grad_(False)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -24,25 +22,25 @@ from piecegraph.runtime.parts.checks.step_reads import ALL_EVERY
 from ..conftest import strict_backend, tensors_alive
 
 
-def replace_weight(model: nn.Module) -> str:
+def replace_weight(model):
     layer = model.layers[1]
     layer.weight = nn.Parameter(torch.rand_like(layer.weight) + 1, requires_grad=False)
     return "layers.1.weight"
 
 
-def move_weight(model: nn.Module) -> str:
+def move_weight(model):
     layer = model.layers[2]
     layer.bias.data = torch.rand_like(layer.bias) + 1
     return "layers.2.bias"
 
 
-def replace_module(model: nn.Module) -> str:
+def replace_module(model):
     old, model.layers[1] = model.layers[1], type(model.layers[1])()
     model.layers[1].requires_grad_(False).bias.copy_(old.bias + 1)
     return "layers.1."
 
 
-def swap_data(model: nn.Module) -> str:
+def swap_data(model):
     layer = model.layers[0]
     layer.weight.data, kept = torch.rand_like(layer.weight) + 1, layer.weight.data
     model.kept = [kept]  # so that no new tensor has its address
@@ -52,7 +50,7 @@ def swap_data(model: nn.Module) -> str:
 CHANGES = [replace_weight, move_weight, replace_module, swap_data]
 
 
-def captured(serve: Callable[..., Any], **settings: Any) -> Any:
+def captured(serve, **settings):
     served = serve(**settings)
     served.prepared.capture()
     served.prepared.seal()
@@ -77,7 +75,7 @@ def test_failure_19_no_step_reads_weights_that_were_replaced(serve, change, leng
     name = change(served.model)
     x = torch.ones(sum(lengths), 4)
 
-    def step_until_found() -> None:  # at the latest when every weight was checked in turn
+    def step_until_found():  # at the latest when every weight was checked in turn
         for _ in kept:
             served.prepared(x, batch=served.batch(*lengths))
 
@@ -104,7 +102,7 @@ def test_refresh_captures_again_what_reads_replaced_weights(serve, change):
     assert served.prepared.refresh() == ()
 
 
-def as_on_a_device(served: Any) -> Any:
+def as_on_a_device(served):
     """Addresses are compared in turn, and found in place so far."""
     checks = served.prepared.parts.checks
     checks._emulated = False
@@ -300,7 +298,7 @@ def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(serve
     served.step(3)
     replace_module(served.model)
 
-    def step_until_found() -> None:
+    def step_until_found():
         for _ in served.prepared.compiled.weights:
             served.prepared(torch.ones(3, 4), batch=served.batch(3))
 
@@ -364,7 +362,7 @@ def test_failure_12_vllm_44868_metadata_in_other_memory_than_captured_is_an_erro
     served = serve()
     starts = served.stage.starts
 
-    def metadata_for(descriptor: Any, mode: Any) -> Any:
+    def metadata_for(descriptor, mode):
         return {"attention": Metadata(starts[: descriptor.num_tokens], torch.zeros(2))}
 
     served.prepared.capture(metadata_for)
@@ -395,14 +393,14 @@ def test_metadata_of_many_tensors_is_compared_in_turn():
     by_path = {f"metadata['layers'][{at}]": tensor for at, tensor in enumerate(tensors)}
     addresses = MetadataAddresses(by_path, tensors, {})
 
-    def check(metadata: Any) -> None:
+    def check(metadata):
         addresses.check_step(ForwardContext({}, metadata), ())
 
     for _ in range(ALL_EVERY + 1):
         check({"layers": tensors})
     kept, tensors[49] = tensors[49], tensors[49].clone()
 
-    def three_steps() -> None:
+    def three_steps():
         for _ in range(3):
             check({"layers": tensors})
 
@@ -428,21 +426,21 @@ class Scaled(torch.Tensor):
     """A weight in two tensors, as quantized ones are; every operation sees their product."""
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
+    def __new__(cls, values, scale):
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
 
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+    def __init__(self, values, scale):
         self.values_, self.scale = values, scale
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["values_", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+    def __tensor_unflatten__(inner, context, size, stride):
         return Scaled(inner["values_"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return Scaled(args[0].values_, args[0].scale)
         plain = [a.values_ * a.scale if isinstance(a, Scaled) else a for a in args]
@@ -450,12 +448,12 @@ class Scaled(torch.Tensor):
 
 
 class Quantized(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         weight = Scaled(torch.rand(4), torch.tensor(2.0))
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x * self.weight + 1
 
 
@@ -476,10 +474,10 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed():
     prepared.capture()
     x = torch.ones(2, 4)
 
-    def step() -> torch.Tensor:
+    def step():
         return prepared(x, batch=Batch(2, 2))
 
-    def expected() -> torch.Tensor:
+    def expected():
         return x * (model.weight.values_ * model.weight.scale) + 1
 
     assert prepared.dispatch(Batch(2, 2)).mode.name == "FULL"
@@ -496,7 +494,7 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed():
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_200_captures_and_closes_leak_nothing(serve):
-    def cycle() -> None:
+    def cycle():
         served = serve(sizes=(2,))
         served.prepared.capture()
         served.step(1, 1)

@@ -3,22 +3,16 @@
 It is traced once for all tests and not compiled; each test gets its own prepared model.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Config, GraphMode, get_forward_context
-from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph import GraphMode, get_forward_context
 
 from ..conftest import Served, compile_once, prepare_on_replay
 
 
-def scale(x: Tensor, out: Tensor) -> None:
+def scale(x, out):
     context = get_forward_context()
     out.copy_(x * context.layers["scale"])
 
@@ -26,23 +20,23 @@ def scale(x: Tensor, out: Tensor) -> None:
 class Model(nn.Module):
     """x -> (x + 1) * 3 * 2 + 1, the factor 3 by a splitting op."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.ones(4), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x + self.shift
         out = torch.empty_like(y)
         torch.ops.strategy_tests.scale(y, out)
         return out * 2 + 1
 
 
-def expected(x: Tensor) -> Tensor:
+def expected(x):
     return (x + 1) * 3 * 2 + 1
 
 
 @pytest.fixture(scope="session")
-def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+def compiled(temporary_op):
     op = temporary_op("strategy_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale)
     inputs = {"x": "float32[num_tokens, 4]"}
     return compile_once(
@@ -51,14 +45,10 @@ def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
 
 
 @pytest.fixture
-def make(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
+def make(compiled):
     def make_served(
-        sizes: Sequence[int] = (1, 2, 4, 8),
-        *,
-        mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
-        options: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> Served:
+        sizes=(1, 2, 4, 8), *, mode=GraphMode.FULL_AND_PIECEWISE, options=None, **settings
+    ):
         base, model = compiled
         layers, config = {"scale": torch.tensor(3.0)}, base.changed(**settings)
         prepared = prepare_on_replay(model, config, mode, sizes, layers, options or {})

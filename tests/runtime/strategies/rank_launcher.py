@@ -4,30 +4,23 @@ RANK is the one that differs, or SIZE if none does. Each rank writes what came o
 FOLDER/SCENE-SIZE-RANK; one that hangs is killed and writes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from socket import socket
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from piecegraph import Batch, Config, Dispatcher, GraphMode, PreparedModel, break_graph, prepare
+from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepare
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import ACTIVE, record
-from piecegraph.runtime.capture.recording import Recording
-from piecegraph.runtime.capture.session import CaptureSession
 from piecegraph.runtime.core.records import CaptureFailure, Records
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
@@ -36,22 +29,22 @@ TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0
 
 
-def agree(ranks: Ranks, odd: bool) -> list[str]:
+def agree(ranks, odd):
     start(ranks, (1, 2))
     return ["agreed"]
 
 
-def disagree_on_sizes(ranks: Ranks, odd: bool) -> list[str]:
+def disagree_on_sizes(ranks, odd):
     start(ranks, (1, 3) if odd else (1, 2))
     return ["agreed"]
 
 
-def disagree_on_attention(ranks: Ranks, odd: bool) -> list[str]:
+def disagree_on_attention(ranks, odd):
     start(ranks, (1, 2), AttentionSupport.NEVER if odd else AttentionSupport.ALWAYS)
     return ["agreed"]
 
 
-def come_late(ranks: Ranks, odd: bool) -> list[str]:
+def come_late(ranks, odd):
     """The odd rank comes when the others have given it up; rank 0, which has the store, waits."""
     deadline = timedelta(seconds=DEADLINE_S)
     if odd:
@@ -66,7 +59,7 @@ def come_late(ranks: Ranks, odd: bool) -> list[str]:
     return ["agreed"]
 
 
-def die(ranks: Ranks, odd: bool) -> list[str]:
+def die(ranks, odd):
     start(ranks, (1, 2))
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +67,7 @@ def die(ranks: Ranks, odd: bool) -> list[str]:
     return ["agreed"]
 
 
-def one_cannot_capture(ranks: Ranks, odd: bool) -> list[str]:
+def one_cannot_capture(ranks, odd):
     capturer, captured = capturer_of(ranks, failing={2} if odd else set())
     capturer.startup()
     for n in (2, 2, 1, 1):
@@ -82,7 +75,7 @@ def one_cannot_capture(ranks: Ranks, odd: bool) -> list[str]:
     return captured
 
 
-def one_cannot_probe(ranks: Ranks, odd: bool) -> list[str]:
+def one_cannot_probe(ranks, odd):
     """The smallest probe of the odd rank fails; what ranks try to capture, and what they have."""
     capturer, captured = capturer_of(
         ranks, failing={3} if odd else set(), eager=True, steps={"memory_limit": 5000}
@@ -90,24 +83,24 @@ def one_cannot_probe(ranks: Ranks, odd: bool) -> list[str]:
     graphs, tried = capturer.captures.captures.graphs, list[str]()
     original = graphs.record
 
-    def record_and_note(graph_index: int, session: CaptureSession) -> Recording:
+    def record_and_note(graph_index, session):
         tried.append(str(graph_index))
         return original(graph_index, session)
 
-    graphs.record = record_and_note  # type: ignore[method-assign]
+    graphs.record = record_and_note
     capturer.startup()
     assert capturer.memory.forecast is not None
     return [*tried, str(capturer.memory.forecast), *captured]
 
 
-def one_sees_another_batch(ranks: Ranks, odd: bool) -> list[str]:
+def one_sees_another_batch(ranks, odd):
     capturer, captured = capturer_of(ranks)
     capturer.startup()
     capturer.before_step(Batch(1, 1) if odd else Batch(2, 2))
     return captured
 
 
-def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
+def limits_differ(ranks, odd):
     capturer, captured = capturer_of(
         ranks, eager=True, steps={"memory_limit": 0.5}, free=300 if odd else 900
     )
@@ -116,7 +109,7 @@ def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
 
 
 @break_graph(fake=lambda x: x * 1)
-def summed(x: Tensor) -> Tensor:
+def summed(x):
     """A collective between two graphs: a rank that does not come leaves the others in it."""
     count = torch.ones(1)
     dist.all_reduce(count)
@@ -124,11 +117,11 @@ def summed(x: Tensor) -> Tensor:
 
 
 class Reducing(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return summed(summed(x * 2) + 1) * 3
 
 
-def reducing(ranks: Ranks, **settings: Any) -> PreparedModel:
+def reducing(ranks, **settings):
     config = Config(
         compile=False, graph_mode="PIECEWISE", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
         max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), **settings,
@@ -139,11 +132,11 @@ def reducing(ranks: Ranks, **settings: Any) -> PreparedModel:
 class ReducingInside(torch.nn.Module):
     """Two collectives inside a FULL graph; `fault` is called between."""
 
-    def __init__(self, fault: Callable[[int], None] = lambda rows: None) -> None:
+    def __init__(self, fault=lambda rows: None):
         super().__init__()
         self.fault = fault
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         count = torch.ones(1)
         dist.all_reduce(count)
         self.fault(len(x))
@@ -151,10 +144,10 @@ class ReducingInside(torch.nn.Module):
         return x * 2 * count
 
 
-def one_fails_inside_a_graph(ranks: Ranks, odd: bool) -> list[str]:
+def one_fails_inside_a_graph(ranks, odd):
     """The capture of four tokens fails on the odd rank, between two collectives of the graph."""
 
-    def fault(rows: int) -> None:
+    def fault(rows):
         recorder = ACTIVE.get()
         if odd and recorder is not None and recorder._open is not None and rows == 4:
             raise RuntimeError("out of something")
@@ -170,17 +163,17 @@ def one_fails_inside_a_graph(ranks: Ranks, odd: bool) -> list[str]:
     return [*reasons, *modes(prepared, 4, 2, model=model), f"{seconds:.1f}"]
 
 
-def one_fails_beside_a_collective(ranks: Ranks, odd: bool) -> list[str]:
+def one_fails_beside_a_collective(ranks, odd):
     """The odd rank fails at the second graph of its last capture, in the middle of it."""
     prepared = reducing(ranks)
     if odd:
-        prepared.backend.options = ReplayOptions(failing_captures=frozenset({8}))  # type: ignore[attr-defined]
+        prepared.backend.options = ReplayOptions(failing_captures=frozenset({8}))
     seconds = seconds_of_failure(prepared)
     reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
     return [*reasons, *modes(prepared, 4, 2), f"{seconds:.1f}"]
 
 
-def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
+def one_is_wrong(ranks, odd):
     """From the third step on a graph of the odd rank is wrong; its own state has no part in it."""
     prepared = reducing(ranks, shadow={"every": 1, "share": 1.0})
     prepared.capture()
@@ -188,7 +181,7 @@ def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
     (recording,) = (each for _, each in prepared.recordings() if each.name.endswith(" 4"))
     right = recording.replay
 
-    def wrong() -> None:
+    def wrong():
         right()
         recording.outputs[0].add_(1)
 
@@ -201,7 +194,7 @@ def one_is_wrong(ranks: Ranks, odd: bool) -> list[str]:
     return [*seen, str(proved), str(facts["stopped"]), str(took_out)]
 
 
-def seconds_of_failure(prepared: PreparedModel) -> float:
+def seconds_of_failure(prepared):
     """Capture; the seconds from the capture before the one that failed to its end."""
     prepared.capture()
     (failed,) = prepared.events.named("capture.failed")
@@ -209,7 +202,7 @@ def seconds_of_failure(prepared: PreparedModel) -> float:
     return failed.at - max(before)
 
 
-def modes(prepared: PreparedModel, *sizes: int, model: torch.nn.Module | None = None) -> list[str]:
+def modes(prepared, *sizes, model=None):
     """Run steps; mode and padded size of each, and whether its rows are the model's."""
     seen = []
     for n in sizes:
@@ -222,20 +215,13 @@ def modes(prepared: PreparedModel, *sizes: int, model: torch.nn.Module | None = 
     return seen
 
 
-def start(ranks: Ranks, sizes: tuple[int, ...], support: AttentionSupport | None = None) -> None:
+def start(ranks, sizes, support=None):
     settings = {} if support is None else {"attention": {"support": support}}
     plan = make_plan(GraphMode.FULL, sizes, max_num_reqs=8)
     ranks.agree("start", start_facts(Config(**settings), plan))
 
 
-def capturer_of(
-    ranks: Ranks,
-    *,
-    failing: set[int] = frozenset(),  # type: ignore[assignment]
-    eager: bool = False,
-    free: int = 10_000,
-    **settings: float,
-) -> tuple[StrategyCapturer, list[str]]:
+def capturer_of(ranks, *, failing=frozenset(), eager=False, free=10_000, **settings):
     """A capturer of a tiny function, and the list of what it has captured."""
     options = ReplayOptions(failing_captures=frozenset(failing), graph_bytes=100, limit=free)
     backend, captured = ReplayBackend(options), list[str]()
@@ -243,14 +229,14 @@ def capturer_of(
     buffer = torch.zeros(4)
 
     class Graphs:
-        def record(self, graph_index: int, session: CaptureSession) -> Recording:
+        def record(self, graph_index, session):
             size = dispatcher.plan.entries[graph_index].descriptor.num_tokens
             return record(double, (buffer[:size],), session, name=str(size), breaks=False)
 
-        def install(self, graph_index: int, recording: Recording) -> None:
+        def install(self, graph_index, recording):
             captured.append(recording.name)
 
-        def remove(self, graph_index: int) -> None:
+        def remove(self, graph_index):
             del captured[graph_index]
 
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
@@ -261,11 +247,11 @@ def capturer_of(
     return capturer, captured
 
 
-def double(x: Tensor) -> Tensor:
+def double(x):
     return x * 2
 
 
-SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
+SCENES = {
     scene.__name__: scene
     for scene in (
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
@@ -275,7 +261,7 @@ SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
 }  # fmt: skip
 
 
-def play(folder: Path, rank: int, size: int, scene: str, odd: int, listening: socket) -> None:
+def play(folder, rank, size, scene, odd, listening):
     """Rank 0 hosts the store, as without a launcher, and ends at once if it fails."""
     port = listening.getsockname()[1]
     store = dist.TCPStore(
@@ -296,7 +282,7 @@ def play(folder: Path, rank: int, size: int, scene: str, odd: int, listening: so
     os._exit(0)
 
 
-def play_all(folder: Path, size: int, scene: str, odd: int) -> None:
+def play_all(folder, size, scene, odd):
     folder.mkdir()
     children = []
     with socket() as listening:
@@ -315,7 +301,7 @@ def play_all(folder: Path, size: int, scene: str, odd: int) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def main() -> None:
+def main():
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         scene, size, odd = name.split("-")

@@ -1,9 +1,5 @@
 """What the first rank finds whose time is over holds for all: without processes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 
@@ -16,7 +12,7 @@ def test_failure_35_a_late_rank_is_not_taken_for_the_cause(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(module, "process_group_store", lambda group: store)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
-    named: list[Any] = []
+    named = []
     for rank in (1, 0):
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         with pytest.raises(RankLost) as caught:

@@ -1,9 +1,5 @@
 """Forecast, pruning, limits and eviction on pools whose bytes are modeled."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,14 +19,14 @@ OPTIONS = {"graph_bytes": GRAPH}
 LADDER = (1, 2, 4, 8, 16, 24, 32)
 
 
-def everything(make: Any, sizes: Any = LADDER) -> int:
+def everything(make, sizes=LADDER):
     """Bytes of all graphs of the small model."""
     served = make(sizes, strategy="eager", options=OPTIONS)
     served.prepared.capture()
     return int(served.used)
 
 
-def facts(served: Any, event: str) -> dict[str, Any]:
+def facts(served, event):
     return dict(served.prepared.events.named(event)[-1].facts)
 
 
@@ -103,10 +99,10 @@ def test_failure_34_probes_leave_nothing_in_the_pool(make):
 
 def test_probes_are_released_even_if_their_recordings_are_held(make, monkeypatch):
     served = make(LADDER, options=OPTIONS)
-    held: list[Any] = []
+    held = []
     record = GraphSet.record
 
-    def holding(graphs: GraphSet, graph_index: int, session: Any) -> Any:
+    def holding(graphs, graph_index, session):
         held.append(record(graphs, graph_index, session))
         return held[-1]
 
@@ -136,7 +132,7 @@ def test_without_the_largest_the_next_opens_the_pool_with_a_fixed_workspace():
     assert forecast.total([(FULL, 32), (FULL, 2)]) == 6700
 
 
-def make_all(make: Any) -> Any:
+def make_all(make):
     served = make(LADDER, strategy="eager", options=OPTIONS)
     served.prepared.capture()
     return served
@@ -179,7 +175,7 @@ def test_no_pruned_plan_is_forecast_above_the_limit(sizes, piecewise, full, limi
     indices = list(range(len(plan.entries)))
     dropped = prune(plan, indices, forecast, limit)
 
-    def total(left_out: list[int]) -> int:
+    def total(left_out):
         return forecast.total([graph_of(plan, i) for i in indices if i not in left_out])
 
     assert total(dropped) <= limit
@@ -218,7 +214,7 @@ def test_a_share_of_free_memory_is_a_limit_too(make):
     assert 0 < served.used <= free // 4
 
 
-def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make: Any) -> None:
+def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make):
     # the first PIECEWISE capture and the first FULL one run out, regardless of the forecast
     served = make((2, 4, 8), strategy="eager", options={"exhausting_captures": frozenset({1, 6})})
     served.prepared.capture()
@@ -236,7 +232,7 @@ def test_the_largest_that_fits_is_captured_at_startup(make, strategy):
     assert served.captures == ["PIECEWISE 4", "FULL 8"]
 
 
-def lazily(make: Any, graphs: int) -> Any:
+def lazily(make, graphs):
     served = make(
         (1, 2, 4, 8, 64), strategy={"kind": "lazy", "max_bytes": graphs * GRAPH}, options=OPTIONS
     )
@@ -298,7 +294,7 @@ def test_ranks_prune_by_the_traffic_of_them_all():
     memory.forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
     own = [int(n in (17, 32)) for n in range(33)]
 
-    def exchange(topic: str, mine: Any) -> list[Any]:
+    def exchange(topic, mine):
         theirs = [100 if n == 16 else 0 for n in range(33)]
         return [mine, {**mine, "traffic": theirs}]
 

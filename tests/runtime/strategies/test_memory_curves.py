@@ -1,13 +1,10 @@
 """The memory limit holds for any graph cost, on a pool that keeps its largest working memory."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,12 +27,12 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 class Pool:
     """Working memory is shared and stays until the last graph is gone; own bytes add up."""
 
-    def __init__(self) -> None:
-        self.own: dict[int, int] = {}
+    def __init__(self):
+        self.own = {}
         self.working = 0
 
     @property
-    def bytes(self) -> int:
+    def bytes(self):
         return self.working + sum(self.own.values())
 
 
@@ -43,14 +40,14 @@ class PoolGraph:
     operations = 1
     topology = ""
 
-    def __init__(self, pool: Pool, own: int, working: int) -> None:
+    def __init__(self, pool, own, working):
         self._pool = pool
         pool.own[id(self)] = own
         pool.working = max(pool.working, working)
 
-    def replay(self) -> None: ...
+    def replay(self): ...
 
-    def release(self) -> None:
+    def release(self):
         self._pool.own.pop(id(self), None)
         if not self._pool.own:
             self._pool.working = 0
@@ -63,50 +60,50 @@ class CurveBackend:
     runs_python = False
     order_steps = None
 
-    def __init__(self) -> None:
-        self.pools: list[Pool] = []
+    def __init__(self):
+        self.pools = []
 
-    def new_pool(self) -> Pool:
+    def new_pool(self):
         self.pools.append(Pool())
         return self.pools[-1]
 
-    def memory(self) -> Memory:
+    def memory(self):
         return Memory(sum(pool.bytes for pool in self.pools), 1 << 40)
 
-    def prepare(self) -> None: ...
-    def trim(self) -> None: ...
-    def wait(self) -> None: ...
-    def may_capture(self) -> bool:
+    def prepare(self): ...
+    def trim(self): ...
+    def wait(self): ...
+    def may_capture(self):
         return True
 
-    def event(self) -> Any: ...
-    def release_held(self, pool: Pool) -> None: ...
-    def release_pool(self, pool: Pool) -> None:
+    def event(self): ...
+    def release_held(self, pool): ...
+    def release_pool(self, pool):
         assert not pool.own
 
 
 class CurveGraphs:
     """Captures that take `own(n)` and `working(n)` bytes."""
 
-    def __init__(self, dispatcher: Dispatcher, own: Curve, working: Curve) -> None:
-        self.recordings: dict[int, Recording] = {}
+    def __init__(self, dispatcher, own, working):
+        self.recordings = {}
         self._dispatcher = dispatcher
         self._own = own
         self._working = working
 
-    def record(self, graph_index: int, session: Any) -> Recording:
+    def record(self, graph_index, session):
         n = self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
         before = session.backend.memory().used
         graph = PoolGraph(session._pool, math.ceil(self._own(n)), math.ceil(self._working(n)))
-        recording = Recording(f"graph {graph_index}", [], [graph], Ownership())  # type: ignore[list-item]
+        recording = Recording(f"graph {graph_index}", [], [graph], Ownership())
         recording.bytes = session.backend.memory().used - before
         return recording
 
-    def install(self, graph_index: int, recording: Recording) -> None:
+    def install(self, graph_index, recording):
         self.recordings[graph_index] = recording
         self._dispatcher.set_captured(graph_index, True)
 
-    def remove(self, graph_index: int) -> None:
+    def remove(self, graph_index):
         self._dispatcher.set_captured(graph_index, False)
         self.recordings.pop(graph_index).release()
 
@@ -114,19 +111,19 @@ class CurveGraphs:
 class Rig:
     def __init__(
         self,
-        own: Curve,
-        working: Curve,
-        limit: int | None,
+        own,
+        working,
+        limit,
         *,
-        mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
-        strategy: str = "eager",
-        sizes: Sequence[int] = SIZES,
-    ) -> None:
+        mode=GraphMode.FULL_AND_PIECEWISE,
+        strategy="eager",
+        sizes=SIZES,
+    ):
         self.dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=64))
         self.backend, self.records = CurveBackend(), Records()
         self.graphs = CurveGraphs(self.dispatcher, own, working)
         config = Config(strategy=strategy, steps={"memory_limit": limit})
-        backend: Any = self.backend
+        backend = self.backend
         plan = self.dispatcher.plan
         captures = Captures(plan, backend, self.records, self.graphs, single_rank)
         self.capturer = StrategyCapturer(
@@ -134,19 +131,19 @@ class Rig:
         )
 
     @property
-    def used(self) -> int:
+    def used(self):
         return self.backend.memory().used
 
     @property
-    def captured(self) -> list[tuple[RuntimeMode, int]]:
+    def captured(self):
         entries = self.dispatcher.plan.entries
         return [(entries[i].mode, entries[i].descriptor.num_tokens) for i in self.graphs.recordings]
 
-    def sizes(self, mode: RuntimeMode) -> list[int]:
+    def sizes(self, mode):
         return sorted(n for each, n in self.captured if each is mode)
 
 
-CURVES: dict[str, tuple[Curve, Curve]] = {
+CURVES = {
     "affine": (lambda n: 100 + n, lambda n: 100 * n),
     "fixed workspace": (lambda n: 100, lambda n: 5000),
     "square root": (lambda n: 100, lambda n: 1000 * math.sqrt(n)),
@@ -174,7 +171,7 @@ def test_the_limit_holds_on_every_curve(curve, share, mode):
         assert len(rig.captured) >= 0.8 * len(whole.captured)
 
 
-def most_graphs(own: Curve, working: Curve, limit: int, mode: GraphMode) -> int:
+def most_graphs(own, working, limit, mode):
     """How many graphs fit into the limit at most, whatever their sizes."""
     modes = 2 if mode is GraphMode.FULL_AND_PIECEWISE else 1
     needs = [(math.ceil(own(n)), math.ceil(working(n))) for n in SIZES] * modes
@@ -211,8 +208,8 @@ def test_no_plan_exceeds_the_limit(own, working, limit, strategy, batches):
 @pytest.mark.parametrize("limit", [400, 800, 1000, 1400])
 def test_all_memory_within_the_limit_is_used(limit):
     """As many graphs as the smallest sizes would allow, or nearly."""
-    own: Curve = lambda n: 100  # noqa: E731
-    working: Curve = lambda n: 8 * n  # noqa: E731
+    own = lambda n: 100  # noqa: E731
+    working = lambda n: 8 * n  # noqa: E731
     rig = Rig(own, working, limit, sizes=(1, 4, 16, 32, 64))
     rig.capturer.startup()
     costs = [8 * n + 100 * count for count, n in enumerate((1, 1, 4, 4, 16, 16, 32, 32), 1)]
@@ -235,8 +232,8 @@ def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast():
 def test_the_first_start_keeps_small_decode_sizes(limit):
     """Without a histogram of batch sizes a single decode request does not run 64 rows."""
     sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-    own: Curve = lambda n: 10 + n / 100  # noqa: E731
-    working: Curve = lambda n: n  # noqa: E731
+    own = lambda n: 10 + n / 100  # noqa: E731
+    working = lambda n: n  # noqa: E731
     rig = Rig(own, working, limit, sizes=sizes)
     rig.capturer.startup()
     # of the first graph, the batches up to 8 tokens per byte are the most: 2.7 of 18 bytes

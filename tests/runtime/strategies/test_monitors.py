@@ -1,17 +1,13 @@
 """After seal(), each kind of compile or capture that a CPU can provoke is seen, with its place."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from piecegraph import Batch, Config, compile_ahead
 from piecegraph.compile import ahead
@@ -24,32 +20,32 @@ from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Any:
+def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def sealed(make: Any) -> Any:
-    def make_sealed(after_seal: str = "log", **settings: Any) -> Any:
+def sealed(make):
+    def make_sealed(after_seal="log", **settings):
         served = make((8,), steps={"after_seal": after_seal}, **settings)
         served.prepared.capture()
         served.prepared.seal()
         made.append(served)
         return served
 
-    made: list[Any] = []
+    made = []
     yield make_sealed
     for served in made:
         served.prepared.close()
 
 
-def kinds(served: Any) -> list[str]:
+def kinds(served):
     return [event.facts["kind"] for event in served.prepared.events.named("after_seal")]
 
 
-def late(x: Tensor) -> Tensor:
+def late(x):
     return x * 2 + 1
 
 
@@ -115,7 +111,7 @@ def test_counting_only_counts(sealed):
     assert served.prepared.events.counters["after_seal.trace"] == 1
 
 
-def autotune(name: str) -> None:
+def autotune(name):
     """What torch's autotuners do around their benchmarks."""
     from torch._dynamo.utils import dynamo_timed
 
@@ -163,7 +159,7 @@ def test_a_kernel_compiled_by_triton_is_reported(sealed, monkeypatch, tmp_path):
     assert kinds(served) == ["Triton compile"]
 
 
-def kernel(x):  # type: ignore[no-untyped-def]
+def kernel(x):
     pass
 
 
@@ -219,13 +215,13 @@ def test_compiling_ahead_is_meant(sealed, monkeypatch):
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
+def triton(monkeypatch):
     """The part of Triton that a monitor uses, and a compile that is reported to it."""
     compilation = SimpleNamespace(listener=None)
     knobs = SimpleNamespace(compilation=compilation)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
 
-    def compile_late() -> None:
+    def compile_late():
         if compilation.listener is not None:
             compilation.listener(src=SimpleNamespace(name="late_kernel"), cache_hit=False)
 
@@ -250,10 +246,10 @@ def test_models_may_be_sealed_and_released_in_any_order(triton, sealed):
 class StrayGraph:
     """Stands in for torch.cuda.CUDAGraph."""
 
-    def __init__(self) -> None:
-        self.begun: list[Any] = []
+    def __init__(self):
+        self.begun = []
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool=None, capture_error_mode="global"):
         self.begun.append((pool, capture_error_mode))
 
 

@@ -1,11 +1,8 @@
 """Ranks agree, or an error names the rank that differs or is lost; no rank ever hangs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +23,12 @@ Outcomes = dict[int, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
+def outcomes(tmp_path_factory):
     """What came of each rank of a scene: all end by themselves, but for one that dies."""
     folder = tmp_path_factory.mktemp("ranks")
     subprocess.run([sys.executable, str(LAUNCHER), str(folder), *SCENES], check=True)
 
-    def of_scene(scene: str) -> Outcomes:
+    def of_scene(scene):
         name, size, odd = scene.split("-")
         written = {r: folder / scene / f"rank-{r}.json" for r in range(int(size))}
         ended = {rank: json.loads(p.read_text()) for rank, p in written.items() if p.exists()}

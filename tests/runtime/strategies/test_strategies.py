@@ -1,11 +1,8 @@
 """Each strategy step by step; every step's result is compared, with poison on."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -112,7 +109,7 @@ def test_idle_milliseconds_go_by_what_captures_took(make):
 
 def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode():
     plan = make_plan(GraphMode.FULL, (1, 5, 6, 100), max_num_reqs=100)
-    captures: Any = SimpleNamespace(plan=plan)
+    captures = SimpleNamespace(plan=plan)
     counted = CountedCaptures(captures, CaptureQueue(CaptureStrategy.LAZY, plan))
     counted.ms[RuntimeMode.PIECEWISE] = {8: 99.0}
     assert counted.estimate(0) == 0
@@ -165,7 +162,7 @@ def test_idle_time_captures_nothing_more_under_eager(make):
     assert served.prepared.parts.strategies.idle(1e6) == 0
 
 
-def test_a_failed_capture_is_remembered_and_not_retried_at_once(make: Any) -> None:
+def test_a_failed_capture_is_remembered_and_not_retried_at_once(make):
     # graphs: PIECEWISE 8 takes two, FULL 8 one; the fourth is FULL 2
     served = make(strategy="lazy", options={"failing_captures": frozenset({4})})
     served.prepared.capture()
@@ -191,8 +188,8 @@ def test_what_keeps_failing_is_given_up(make):
 def test_no_garbage_collection_for_a_lazy_capture(make, monkeypatch):
     served = make(strategy="lazy")
     served.prepared.capture()
-    collections: list[Any] = []
-    prepared: list[Any] = []
+    collections = []
+    prepared = []
     monkeypatch.setattr(type(served.backend), "prepare", prepared.append)
     gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
     try:
@@ -358,7 +355,7 @@ def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(make, monkeypa
     served.prepared.capture()
     for n in (8, 2, 9) * 3:
         served.decode(n)
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(
         served.prepared.parts.strategies.capturer, "before_step", lambda *facts: asked.append(facts)
     )

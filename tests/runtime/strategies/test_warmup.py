@@ -1,9 +1,5 @@
 """Warm-up runs its plan in order, reports each item, and changes no state."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,18 +8,18 @@ from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.capture.breaks import recordable
 
 
-def facts(served: Any, name: str) -> list[dict[str, Any]]:
+def facts(served, name):
     return [event.facts for event in served.prepared.events.named(name)]
 
 
-def task(done: list[Any], *shapes: Any) -> AuxiliaryTask:
+def task(done, *shapes):
     return AuxiliaryTask("sampler", shapes, "it follows each step", done.append)
 
 
 def test_the_plan_runs_in_order_with_progress(make):
     served = make((2, 8), strategy="eager", options={"limit": 10**6})
-    done: list[Any] = []
-    lines: list[str] = []
+    done = []
+    lines = []
     served.prepared.warm_up(None, [task(done, 1, 4)], show=lines.append)
     plan = facts(served, "warmup.plan")[0]["items"]
     assert [(item["kind"], item["shape"]) for item in plan] == [
@@ -55,7 +51,7 @@ def test_the_plan_runs_in_order_with_progress(make):
 
 def test_memory_that_an_item_gives_back_is_shown_as_released(make):
     served = make((8,), strategy="eager", options={"graph_bytes": 1000})
-    lines: list[str] = []
+    lines = []
     free = AuxiliaryTask("release", [1], "a test", lambda _: served.prepared.release())
     served.prepared.warm_up(None, [free], show=lines.append)
     last = facts(served, "warmup")[-1]
@@ -65,7 +61,7 @@ def test_memory_that_an_item_gives_back_is_shown_as_released(make):
 
 def test_what_is_skipped_is_said_with_its_cost(make):
     served = make((2, 8), strategy="eager")
-    done: list[Any] = []
+    done = []
     other, empty = AuxiliaryTask("other", [2], "", done.append), AuxiliaryTask("e", [], "", print)
     served.prepared.warm_up(None, [task(done, 1), other, empty], skip=["capture", "sampler"])
     skipped = {fact["kind"]: fact for fact in facts(served, "warmup.skipped")}
@@ -103,7 +99,7 @@ def test_the_random_state_is_as_before(make):
 def test_a_failing_task_is_the_engines_own_error(make):
     served = make((8,), strategy="eager")
 
-    def broken(shape: int) -> None:
+    def broken(shape):
         raise ValueError("no such kernel")
 
     with pytest.raises(ValueError, match="no such kernel"):
@@ -135,11 +131,11 @@ def test_dropped_sizes_do_not_count_in_the_plan(make):
     assert limited.prepared.parts.strategies.memory_plan().graphs <= 5000
 
 
-def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
+def with_metadata(descriptor, mode):
     return {"block_table": descriptor.num_tokens}
 
 
-def needing_metadata(make: Any, **settings: Any) -> Any:
+def needing_metadata(make, **settings):
     """A model whose attention looks something up in its metadata."""
     served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
     core, compiled = served.prepared._core, served.prepared.compiled

@@ -8,8 +8,6 @@ MADE and RESULT are in the program of the table's text file. Each variant is run
 own on the cache of the first.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 
@@ -21,24 +19,24 @@ import torch.nn.functional as F
 """
 
 
-def sources() -> dict[str, str]:
+def sources():
     """The source of every case by name, both variants in one."""
     attributes = {f"attribute_{name}": case for name, case in _programs("attributes").items()}
     subjects = "absent aliases folded functions classes operators modules process"
     return attributes | _programs(*subjects.split())
 
 
-def adversary_sources() -> dict[str, str]:
+def adversary_sources():
     """Changes that were thought of after the conditions had been written."""
     return _programs("adversary", "protocols", "strangers")
 
 
-def unread_sources() -> dict[str, str]:
+def unread_sources():
     """Cases whose variants give the same result for the same reason."""
     return {f"unread_{name}": source for name, source in _programs("unread").items()}
 
 
-def _programs(*subjects: str) -> dict[str, str]:
+def _programs(*subjects):
     programs = {}
     for table in (Path(__file__).parent / f"{subject}.toml" for subject in subjects):
         for name, case in tomllib.loads(table.read_text()).items():
@@ -50,15 +48,7 @@ def _programs(*subjects: str) -> dict[str, str]:
     return programs
 
 
-def _program(
-    result: str,
-    before: str = "",
-    made: str = "",
-    after: str = "",
-    enter: str = "",
-    leave: str = "pass",
-    helper: str = "",
-) -> str:
+def _program(result, before="", made="", after="", enter="", leave="pass", helper=""):
     lines = ["def __init__(self):", "    super().__init__()", f"    {made}"] if made else []
     lines += ["def forward(self, x):", f"    return {result}"]
     model = "\n".join(["class Model(nn.Module):", *(f"    {line}" for line in lines)])
