@@ -13,6 +13,8 @@ import piecegraph as pg
 from piecegraph.tools.cli.app import main
 
 HIDDEN = 8
+SMALL = "layers=2,hidden=32,heads=2,kv_heads=1,vocab=64"
+"""The reference decoder of these runs."""
 OP = "mission::attention"
 _LIBRARY = torch.library.Library("mission", "DEF")
 
@@ -84,6 +86,7 @@ def run(tmp_path):
     def call(*options):
         path = tmp_path / "report.json"
         few = ["--requests", "6", "--length-scale", "0.04", "--backend", "eager", "--verify", "all"]
+        few += ["--model", SMALL]
         cache = [] if "--cache-dir" in options else ["--no-cache"]
         assert main(["run", *few, *cache, "--json", str(path), *options]) == 0
         report = json.loads(path.read_text())

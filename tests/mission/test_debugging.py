@@ -7,7 +7,7 @@ import pytest
 import piecegraph as pg
 from piecegraph.tools.cli.app import main
 
-from .conftest import HIDDEN, Model
+from .conftest import HIDDEN, SMALL, Model
 
 CONFIG = {
     "splitting_ops": ("mission::attention",),
@@ -16,6 +16,8 @@ CONFIG = {
     "compiler": "eager",
     "graph_mode": "NONE",
 }
+FEW = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
+FEW += ["--model", SMALL]
 
 
 def test_a_miss_is_explained(tmp_path):
@@ -29,17 +31,15 @@ def test_a_miss_is_explained(tmp_path):
 def test_a_bug_report_has_steps_graphs_and_trace(tmp_path):
     """vLLM: `debug_dump_path`; torch: structured traces for tlparse."""
     folder = tmp_path / "bug"
-    few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
-    assert main(["run", *few, "--bug-report", str(folder)]) == 0
+    assert main(["run", *FEW, "--bug-report", str(folder)]) == 0
     assert {each.name for each in folder.iterdir()} >= {"graphs", "log.txt", "steps.pt"}
 
 
 def test_a_right_run_bisects_to_nothing(tmp_path, capsys):
     """Bisection over stages: each mode and strategy against the model."""
     steps = tmp_path / "steps.pt"
-    few = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
-    assert main(["run", *few, "--record", str(steps)]) == 0
-    assert main(["bisect", "--replay", str(steps), "--backend", "eager"]) == 0
+    assert main(["run", *FEW, "--record", str(steps)]) == 0
+    assert main(["bisect", "--model", SMALL, "--replay", str(steps), "--backend", "eager"]) == 0
 
 
 def test_what_a_step_checks_is_a_list(prepare):

@@ -48,6 +48,7 @@ CALLS = (
     "torch.use_deterministic_algorithms(False)",
     "child()",
 )
+OFTEN = {(0.1, "child()"), (0.8, "import torch._inductor.utils")}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,13 @@ def run(folder, moment, call):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_neither_the_engine_nor_the_verification_fails(libraries, call):
-    for moment in (0.1, 0.8):
-        run(libraries, moment, call)
+@pytest.mark.parametrize(
+    ("moment", "call"),
+    [
+        pytest.param(at, call, marks=[pytest.mark.heavy] * ((at, call) not in OFTEN))
+        for at in (0.1, 0.8)
+        for call in CALLS
+    ],
+)
+def test_neither_the_engine_nor_the_verification_fails(libraries, moment, call):
+    run(libraries, moment, call)

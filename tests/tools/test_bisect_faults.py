@@ -13,10 +13,6 @@ from planted_faults import FAULTS, find, site_for
 
 pytestmark = pytest.mark.compile
 
-UNDER_INDUCTOR = "the second of two passes is wrong"
-"""The fault that is planted under Inductor in every run of the tests."""
-
-
 OF_A_KIND = (
     *("rows mix; split at a pattern", "rows mix; split by a predicate"),
     *("the sum of all rows is taken off", "a LAZY capture writes live state"),
@@ -39,14 +35,8 @@ def test_a_fault_is_named_and_nothing_else_is_blamed(fault):
     fault.check(find(fault, "eager"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(f, id=f.what, marks=[pytest.mark.heavy] * (f.what != UNDER_INDUCTOR))
-        for f in FAULTS
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_the_same_under_inductor(fault):
     fault.check(find(fault, "inductor"))
 

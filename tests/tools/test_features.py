@@ -178,15 +178,16 @@ def test_the_engine_with_buckets_has_no_other_features(tmp_path):
 ALL = {"lora": 2, "speculate": 2}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("size", "features"),
     [
+        (2, {}),
         (2, {"overlap": True}),
-        pytest.param(2, {}, marks=pytest.mark.heavy),
-        pytest.param(2, {**ALL, "overlap": True}, marks=pytest.mark.heavy),
-        pytest.param(2, ALL, marks=pytest.mark.heavy),
-        pytest.param(4, {}, marks=pytest.mark.heavy),
-        pytest.param(4, {**ALL, "strategy": "lazy"}, marks=pytest.mark.heavy),
+        (2, ALL),
+        (2, {**ALL, "overlap": True}),
+        (4, {}),
+        (4, {**ALL, "strategy": "lazy"}),
     ],
 )
 def test_data_parallel_ranks_serve_the_trace_in_step(tmp_path, size, features):

@@ -61,8 +61,8 @@ def served(tmp_path, *options):
     ("family", "more"),
     [
         ("lfm2", ["--speculate", "2"]),
-        ("deepseek_v32", []),
         ("gemma3", ["--kv-blocks", "12", "--block-size", "4", "--speculate", "2"]),  # preempts
+        pytest.param("deepseek_v32", [], marks=pytest.mark.heavy),
         pytest.param("gpt_oss", [], marks=pytest.mark.heavy),
         pytest.param("llama", [], marks=pytest.mark.heavy),
         pytest.param("phi3", [], marks=pytest.mark.heavy),

@@ -62,6 +62,7 @@ def test_right_steps_are_proved_and_the_status_is_0(compiler, capsys):
     assert "WRONG" not in out
 
 
+@pytest.mark.heavy  # most of it is in tests/mission
 def test_a_bug_report_has_everything_of_a_run(tmp_path):
     folder = tmp_path / "bug"
     command = [sys.executable, "-m", "piecegraph", "run", *MODEL, *SHADOW]

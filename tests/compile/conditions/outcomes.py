@@ -113,16 +113,17 @@ def one_of_each(lines: Collection[str]) -> list[str]:
     return [name for name in names if name not in NOT_ALONE]
 
 
-def _shown(line: str) -> set[Any]:
-    """What was observed where, without the names and values of the case."""
+def _shown(line: str) -> set[tuple[str, str]]:
+    """Each kind of outcome with each step of a path and each kind of observation; all paths are in
+    `make heavy`."""
     plain = re.sub(r"'[^']*'|\"[^\"]*\"", "", line)
     _, outcome, *reason = plain.split(": ", 2)
     changes = (change.partition(": ") for change in "".join(reason).split("; "))
     return {
-        (
-            outcome,
-            *re.findall(r"^\w+|\[|__\w+__| [a-z_]+", place),
+        (outcome, part)
+        for place, _, values in changes
+        for part in (
+            *re.findall(r"^\w*|\[|__\w+__| [a-z_]+", place),
             *re.findall("the code of|one object", values),
         )
-        for place, _, values in changes
     }

@@ -174,7 +174,9 @@ def check(prepared, model, expected):
     return modes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.heavy] * (k != "decoder")) for k in KINDS]
+)
 def test_results_and_state_are_the_models(tmp_path, kind):
     original, per_layer = KINDS[kind]
     model = copy.deepcopy(original)
@@ -221,6 +223,7 @@ def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path):
     assert check(prepared, model, copy.deepcopy(model)) == {"NONE", "PIECEWISE"}
 
 
+@pytest.mark.heavy
 def test_an_equal_bundle_is_verified_and_a_stale_one_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
     monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])  # only a trace can tell

@@ -168,7 +168,7 @@ print(json.dumps([modes, report["counters"], generated, operations]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path):
     def start():
         root = Path(__file__).parents[3]
