@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -12,7 +11,7 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer, private_directory
 from piecegraph.cache.keys.environment import SIGNING_KEY_FILE, TRUSTED_KEYS_FILE
-from piecegraph.cache.manifest import BlobRef, Manifest, decode, encode
+from piecegraph.cache.manifest import BlobRef, decode, encode
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import (
@@ -50,9 +49,6 @@ def looked_up(layer, key, trusted):
     return Cache(None, Events(), shared=[DirectoryLayer(layer, trusted.refuses)]).lookup(
         "artifact", key
     )
-
-
-Rewrite = Callable[[Manifest, str], "tuple[Manifest, str | None]"]
 
 
 def rewritten(layer, key, change):

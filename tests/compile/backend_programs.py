@@ -15,16 +15,13 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-Program = tuple[Callable[..., Any], list[tuple[Any, ...]]]
 R = torch.randn
 
 

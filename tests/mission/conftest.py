@@ -1,9 +1,8 @@
 """A small model with attention as a custom op, and runs of the command line."""
 
+import functools
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import torch
@@ -46,9 +45,6 @@ class Model(nn.Module):
         return x
 
 
-Make = Callable[..., pg.PreparedModel]
-
-
 @pytest.fixture
 def prepare():
     """Prepares the model; a cache only if one is asked for."""
@@ -76,21 +72,25 @@ def mode_of(prepared, num_tokens, decodes, **batch):
     return f"{decision.mode.name} {decision.descriptor.num_tokens}"
 
 
-Run = Callable[..., dict[str, Any]]
+def report_of(folder, *options):
+    """The report of `piecegraph run` with each step verified."""
+    path = folder / "report.json"
+    few = ["--requests", "6", "--length-scale", "0.04", "--backend", "eager", "--verify", "all"]
+    few += ["--model", SMALL]
+    cache = [] if "--cache-dir" in options else ["--no-cache"]
+    assert main(["run", *few, *cache, "--json", str(path), *options]) == 0
+    report = json.loads(path.read_text())
+    assert report["verification"]["ok"]
+    return report
 
 
 @pytest.fixture
 def run(tmp_path):
-    """`piecegraph run` with each step verified: its report."""
+    """`run("--lora", "2")`: the report of a run with these options."""
+    return functools.partial(report_of, tmp_path)
 
-    def call(*options):
-        path = tmp_path / "report.json"
-        few = ["--requests", "6", "--length-scale", "0.04", "--backend", "eager", "--verify", "all"]
-        few += ["--model", SMALL]
-        cache = [] if "--cache-dir" in options else ["--no-cache"]
-        assert main(["run", *few, *cache, "--json", str(path), *options]) == 0
-        report = json.loads(path.read_text())
-        assert report["verification"]["ok"]
-        return report
 
-    return call
+@pytest.fixture(scope="session")
+def report(tmp_path_factory):
+    """Of a run without options of its own."""
+    return report_of(tmp_path_factory.mktemp("run"))

@@ -84,6 +84,6 @@ def test_graphs_are_released_and_captured_again(prepare):
     assert mode_of(prepared, 3, True) == "FULL 4"
 
 
-def test_the_reference_engine_uses_both_modes(run):
+def test_the_reference_engine_uses_both_modes(report):
     """vLLM: `FULL_AND_PIECEWISE` is the default."""
-    assert {row["mode"] for row in run()["dispatch"]} >= {"FULL"}
+    assert {row["mode"] for row in report["dispatch"]} >= {"FULL"}

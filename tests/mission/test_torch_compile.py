@@ -3,8 +3,6 @@
 From vLLM's torch.compile integration (`VllmBackend`) and SGLang's piecewise compiler.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -40,9 +38,6 @@ def warm(tmp_path_factory):
         patch.delenv("PIECEGRAPH_OFF", raising=False)
         prepared = pg.prepare(Model(), config)
     return prepared, prepared.report()
-
-
-Warm = tuple[pg.PreparedModel, dict[str, Any]]
 
 
 @pytest.mark.compile

@@ -1,12 +1,8 @@
 """Random programs of tensor operations: a recording equals the program, on any input."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from piecegraph.events import Events
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
@@ -15,8 +11,6 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
 SHAPE = (4, 6)
-State = list[Tensor]
-Op = Callable[[State, int, int], Any]
 
 
 def _put(state, value):

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -62,9 +61,6 @@ def test_a_module_that_another_thread_calls_is_not_traced():
         "call_module",
         "get_attr",
     ]
-
-
-Trace = tuple[Midway, Callable[[], None]]
 
 
 @pytest.fixture

@@ -5,15 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-Outcome = dict[str, Any]
-StartOnce = Callable[..., Outcome]
 
 PROGRAM = Path(__file__).with_name("start_once.py")
 SIZES_OF_MODELS = (4, 32)

@@ -1,7 +1,6 @@
 """Intact bundles that fail when they run: put aside after the second failure, on all machines."""
 
 import shutil
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from piecegraph.cache.inspection import manifests
 from piecegraph.runtime.core.records import BundleFailed
 from piecegraph.tools.cache_verify import verify
 
-from .conftest import LiveServed, Texts
-
-Start = Callable[..., LiveServed]
+from .conftest import Texts
 
 BROKEN = b"def forward(self, *args):\n    raise RuntimeError('no kernel image')\n"
 

@@ -3,12 +3,10 @@ silently wrong, in its result or in the model's state, and models that do none k
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from piecegraph import Batch, Config, PiecegraphError, prepare
 
@@ -64,7 +62,6 @@ def ones(y):
     return torch.ones_like(y[:, 0])
 
 
-Last = Callable[[Tensor, Form, Tensor], Any]
 MIXED = {
     "sum": lambda y, m, s: y - y.sum(0),
     "mean": lambda y, m, s: y - y.mean(0),

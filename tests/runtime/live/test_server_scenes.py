@@ -9,16 +9,13 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.compile.ir import registered_compilers as registry
 
-from .conftest import LENGTHS, LiveServed, Model, Texts
-
-Prepare = Callable[..., LiveServed]
+from .conftest import LENGTHS, Model, Texts
 
 pytestmark = pytest.mark.compile
 

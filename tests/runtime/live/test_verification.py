@@ -10,7 +10,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -28,9 +27,7 @@ from piecegraph.runtime.parts.starts import tracing_thread, verification
 from piecegraph.runtime.parts.starts.tracing_thread import STEPS_PER_EXCHANGE
 from piecegraph.torch_compat.faster.equal_layers.match import Match
 
-from .conftest import LENGTHS, LiveServed, Model, Scale
-
-Prepare = Callable[..., LiveServed]
+from .conftest import LENGTHS, Model, Scale
 
 pytestmark = pytest.mark.compile
 

@@ -1,50 +1,55 @@
 """Models that write to their inputs: the caller's tensors are equal in every runtime mode."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from piecegraph import Batch, Config, break_graph, prepare
+from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
 
 from ..conftest import strict_backend
 
 pytestmark = pytest.mark.compile
 
 
-def double(x):
+def double(x: Tensor) -> None:
     x.mul_(2)
 
 
 class Writing(nn.Module):
     """Writes to `x` through a view, to `y` by a splitting op; `z` is only read."""
 
-    def forward(self, x, y, z):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         x.view(-1, 2, 2)[:, 0].add_(z[:, :2])
         torch.ops.written_inputs.double(y)
         return x + y, x
 
 
 @break_graph
-def triple(x):
+def triple(x: Tensor) -> None:
     x.mul_(3)
 
 
 @break_graph(fake=torch.empty_like)
-def copied(x):
+def copied(x: Tensor) -> Tensor:
     return x.clone()
 
 
 class Breaking(nn.Module):
     """The same, not traced."""
 
-    def forward(self, x, y, z):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         x[:, 1:].add_(copied(z)[:, 1:])
         triple(y)
         return x + y, x
 
 
 class Reading(nn.Module):
-    def forward(self, x, y, z):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         own = x.clone()
         own.add_(y)
         torch.ops.written_inputs.double(own)
@@ -52,11 +57,13 @@ class Reading(nn.Module):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def op(temporary_op):
+def op(temporary_op: Callable[..., str]) -> str:
     return temporary_op("written_inputs::double", "(Tensor(a!) x) -> ()", double)
 
 
-def prepared_for(model, buffers=None, **settings):
+def prepared_for(
+    model: nn.Module, buffers: dict[str, Tensor] | None = None, **settings: Any
+) -> PreparedModel:
     traced = not isinstance(model, Breaking)
     config = Config(
         compile=traced,
@@ -74,15 +81,15 @@ def prepared_for(model, buffers=None, **settings):
     return prepared
 
 
-def decode(num_tokens):
+def decode(num_tokens: int) -> Batch:
     return Batch(num_tokens, num_tokens, is_decode=True, query_len=1)
 
 
-def written(prepared):
+def written(prepared: PreparedModel) -> set[Any]:
     return {item.path[0] for item in prepared.compiled.plan.inputs if item.written}
 
 
-def same_as_model(prepared, model, num_tokens):
+def same_as_model(prepared: PreparedModel, model: nn.Module, num_tokens: int) -> str:
     """One step; returns the mode it ran in."""
     inputs = [torch.randn(num_tokens, 4) for _ in "xyz"]
     given = [tensor.clone() for tensor in inputs]

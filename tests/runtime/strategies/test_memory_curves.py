@@ -3,7 +3,6 @@
 import logging
 import math
 import random
-from collections.abc import Callable
 from itertools import accumulate
 
 import pytest
@@ -20,7 +19,6 @@ from piecegraph.runtime.core.exchange import single_rank
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
-Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +17,6 @@ SCENES = (
     "one_fails_beside_a_collective-4-2", "one_is_wrong-2-1", "one_is_wrong-4-2",
     "one_fails_inside_a_graph-2-1", "one_fails_inside_a_graph-4-2",
 )  # fmt: skip
-
-Outcomes = dict[int, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
