@@ -46,18 +46,18 @@ pytestmark = [
 SAMPLE = (
     "gemma3_text",
     "lfm2",  # a convolution
-    "mamba2",  # no attention
     "megatron-bert",  # attention that does not use AttentionInterface, without a mask
-    "convbert",  # a convolution inside of such attention
-    "biogpt",  # makes a padding mask of ones
-    "llama4_text",  # chunks of 8 tokens in one layer
-    "gpt_oss",  # sinks
     "deepseek_v3",  # values of another width than keys
     "modernbert",  # a window on both sides
     "doge",  # attention with a mask of its own
     *(
         pytest.param(family, marks=pytest.mark.heavy)
         for family in (
+            "mamba2",  # no attention
+            "convbert",  # a convolution inside of attention that does not use the interface
+            "biogpt",  # makes a padding mask of ones
+            "llama4_text",  # chunks of 8 tokens in one layer
+            "gpt_oss",  # sinks
             "llama",  # test_model_is_compiled_with_its_own_inputs
             "qwen3_moe",
             "phimoe",  # a window of 8 tokens that is in the mask alone

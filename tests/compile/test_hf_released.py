@@ -31,6 +31,12 @@ pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
 ]
 
+
+def one_and_heavy(often, *names):
+    """Cases of which all but one are heavy."""
+    return [pytest.param(n, marks=[pytest.mark.heavy] * (n != often)) for n in names]
+
+
 LENGTHS = (3, 40, 1, 9)
 SIZES = {
     "hidden_size": 32,
@@ -122,7 +128,7 @@ GEMMA4_SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", GEMMA4_SHAPES)
+@pytest.mark.parametrize("shape", one_and_heavy("shared keys", *GEMMA4_SHAPES))
 def test_layers_have_values_of_their_own(shape):
     """The configuration raises where a value of a layer is read as that of the model."""
     config = transformers.Gemma4TextConfig(**GEMMA4, **GEMMA4_SHAPES[shape])
@@ -181,7 +187,7 @@ def test_layers_whose_sparsity_dynamo_cannot_trace_are_mixers(run, monkeypatch):
         torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["T5", "UMT5"])
+@pytest.mark.parametrize("name", one_and_heavy("UMT5", "T5", "UMT5"))
 def test_position_bias_is_an_argument_of_the_op(name):
     whole = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**T5))
     own = drawn(whole.get_encoder())
@@ -192,9 +198,7 @@ def test_position_bias_is_an_argument_of_the_op(name):
     assert PackedModel(encoder).settings["splitting_ops"] == (SPLITTING_OP,)
 
 
-@pytest.mark.parametrize(
-    "family", ["bart", "marian", pytest.param("pegasus", marks=pytest.mark.heavy)]
-)
+@pytest.mark.parametrize("family", one_and_heavy("bart", "bart", "marian", "pegasus"))
 def test_encoders_of_encoder_decoders(family):
     """What the refusal advises. They count their rows for positions: of a tensor, or as a size."""
     config = families.tiny_config(family)
@@ -204,7 +208,7 @@ def test_encoders_of_encoder_decoders(family):
     assert list(assert_equal_alone(own.get_encoder()).layers) == ["embed_positions"]
 
 
-@pytest.mark.parametrize("family", ["longcat_flash", "jetmoe"])
+@pytest.mark.parametrize("family", one_and_heavy("jetmoe", "longcat_flash", "jetmoe"))
 def test_layers_that_read_values_on_the_host(family):
     """Loops over the experts that are used: mixers, since they cannot be traced."""
     own = drawn(families.own_model(family))
@@ -222,7 +226,10 @@ def test_memory_for_the_results_of_two_ops_is_no_result_of_mixed_rows():
     assert not prepared.events.named("rows_mixed")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2"])
+@pytest.mark.parametrize(
+    "family",
+    one_and_heavy("glm_moe_dsa", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2"),
+)
 def test_keys_that_an_indexer_selects(family):
     """Top-k of each request: one that has more tokens than that, behind and before others."""
     config = families.tiny_config(family)

@@ -69,7 +69,9 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     return start(moved(Stack(LAYERS), torch.clone), tmp_path, splitting_ops=MIX).compiled.plan
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.heavy) for seed in range(1, 8))]
+)
 def test_a_layout_is_no_difference(plan, tmp_path, seed):
     model, x = moved(Stack(LAYERS), in_one_buffer(seed)), torch.randn(5, 8)
     warm = start(model, tmp_path, splitting_ops=MIX)
