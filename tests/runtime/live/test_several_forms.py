@@ -337,6 +337,7 @@ class Branching(Decoder):
         return super().forward(input_ids, positions, inputs_embeds, deepstack)
 
 
+@pytest.mark.heavy
 def test_all_forms_are_served_uncompiled_until_their_code_is_there(tmp_path):
     cached = {"cache": {}, "cache_dir": tmp_path, "bundle": "serve"}
     prepared = served(**cached, compiler="inductor")
