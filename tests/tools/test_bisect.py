@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from piecegraph import Batch
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.bisect import BisectCase, Step, bisect
+from piecegraph.tools.bisect import bisect
 from piecegraph.tools.bisect.case import first_wrong
 from piecegraph.tools.bisect.culprit import PieceSearch
 from piecegraph.tools.bisect.rerun import Rerun
@@ -17,33 +17,16 @@ from piecegraph.tools.bisect.stages import stages
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
+from planted_faults import site_for
 
 pytestmark = pytest.mark.compile
 
-DUMP = 31
-
 
 @pytest.fixture
-def case(small_config):
+def case():
     """Makes steps of given sizes; in each the rows go to the slots from the end backwards."""
-
-    def make(model=None, sizes=(8, 3, 5), *, moves=False, dump=DUMP, **settings):
-        buffer = torch.full((32,), DUMP)
-        steps = [
-            Step(
-                (torch.randn(size, 4, generator=torch.Generator().manual_seed(size)),),
-                Batch(size, size, is_decode=True, query_len=1),
-                models.Slots(buffer, tuple(reversed(range(size))), dump),
-            )
-            for size in sizes
-        ]
-        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
-        config = small_config(**{"splitting_ops": ("faulty::attention",), **limits, **settings})
-        layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
-        padding = models.Padding(buffer, DUMP)
-        return BisectCase(model or models.Tiny(), config, steps, layers, padding)
-
-    return make
+    with site_for("eager") as site:
+        yield partial(site.case, sizes=(8, 3, 5))
 
 
 @pytest.fixture
