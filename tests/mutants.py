@@ -445,6 +445,8 @@ MUTANTS = [
      f"{LIVE}/test_shadow.py -k may_draw"),
     (f"{STARTS}/background.py", 'raise NotKnown("its bundle', 'str("its bundle',
      f"{LIVE}/test_verification.py -k another_key"),
+    ("compile/pipeline.py", "request.check_state()  # an export", "pass  # an export",
+     f"{LIVE}/test_background.py -k while_a_key"),
     (MODEL, "aside = not moved and", "aside =", f"{LIVE}/test_shadow.py -k blamed"),
     ("compile/bundle/bundle.py",
      'and not broken_conditions(each.meta.get("conditions"), model)', "",

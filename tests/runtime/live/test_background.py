@@ -6,6 +6,7 @@ Results are compared bit for bit before, at and after the switch, on a strict ba
 import json
 import multiprocessing
 import random
+import sys
 import threading
 import time
 
@@ -21,7 +22,7 @@ from piecegraph import (
     Ranks,
     StepObserver,
 )
-from piecegraph.compile import ahead
+from piecegraph.compile import ahead, pipeline
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
@@ -422,6 +423,29 @@ def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, mon
     assert "AttributeError" in libraries(served)[0]["reason"]
     served.step(3, 1)
     assert facts(served)["state"] == "compiled"
+
+
+@pytest.mark.compile
+def test_an_export_of_the_engine_while_a_key_is_made_is_no_failure(serve_cold, monkeypatch):
+    """In two tries it begins before the key of the bundle is made, and ends soon after."""
+    exports, ends, make_key = [0.2, 0.2], [0.0], pipeline.trace_key
+    compile_pieces = pipeline._compile
+
+    def key_of_a_trace(*given):
+        if exports and sys._getframe(1).f_code.co_name == "_traced_and_compiled":
+            ends[0] = time.monotonic() + exports.pop()
+        return make_key(*given)
+
+    def compile_after_it(*given):
+        time.sleep(max(0, ends[0] - time.monotonic()))
+        return compile_pieces(*given)
+
+    monkeypatch.setattr(pipeline, "trace_key", key_of_a_trace)
+    monkeypatch.setattr(pipeline, "_compile", compile_after_it)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: time.monotonic() < ends[0])
+    served = serve_cold()
+    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
+    assert not exports
 
 
 @pytest.mark.compile
