@@ -7,13 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Interpreter, Node
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import FakeTensorMode, tree_map_only
 from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.compilation import PieceFn
-from ..ir.ops import ALLOCATIONS, resolve_op, tensors_in, written_by
+from ..ir.ops import FilledMemory, clones, resolve_op, tensors_in, where_written, written_by
 from ..pieces.piece import HANDLE
 from ..trace.symbols import Sizes, input_at
 from .tolerance import excess
@@ -41,11 +42,11 @@ def without_step(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """What stands for a call of a splitting op, which may need a running step: where it writes and
     what it returns is 0.5, or zero if that is no floating-point tensor."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        fakes = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
         result = CALL_OP(op, *fakes[0], **fakes[1])
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
     made = tree_map_only(
-        torch.Tensor, lambda each: torch.empty_strided(
+        Tensor, lambda each: torch.empty_strided(
             each.shape, each.stride(), dtype=each.dtype, device=device
         ), result,
     )  # fmt: skip
@@ -58,44 +59,26 @@ def _difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
     inputs = concrete_inputs(graph, sizes)
 
     def run(fill: int = 0) -> list[Any]:
-        return list(_Filled(graph, fill).run(*_clones(inputs)))
+        return list(FilledMemory(graph, fill).run(*clones(inputs)))
 
     with torch.no_grad():
         zeros, ones = run(), run(1)
-        got = [*fn(_clones(inputs))]
+        got = [*fn(clones(inputs))]
         for index, (one, expected, other) in enumerate(zip(got, zeros, ones, strict=True)):
-            if not isinstance(expected, torch.Tensor):
+            if not isinstance(expected, Tensor):
                 continue
             if one.shape != expected.shape or one.dtype is not expected.dtype:
                 return f"result {index} is {tuple(one.shape)} instead of {tuple(expected.shape)}"
-            if expected.is_meta:  # it has no values to compare
-                got[index] = expected
-                continue
-            unwritten = expected != other
-            unwritten &= ~(expected.isnan() & other.isnan())
-            got[index] = torch.where(unwritten, expected, one)
+            # a tensor on the meta device has no values to compare
+            got[index] = expected if expected.is_meta else where_written(expected, other, one)
         wrong = excess(zeros, got, run)
     if wrong is None:
         return None
     one, expected = got[wrong.result], zeros[wrong.result]
-    if not isinstance(expected, torch.Tensor):
+    if not isinstance(expected, Tensor):
         return f"result {wrong.result} is {one} instead of {expected}"
     apart = (one.double() - expected.double()).abs().max().item()
     return f"result {wrong.result} is off by {apart:.3g}"
-
-
-class _Filled(Interpreter):
-    """Runs a graph with allocations that hold `fill`."""
-
-    def __init__(self, graph: GraphModule, fill: int) -> None:
-        super().__init__(graph)
-        self._fill = fill
-
-    def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
-        if n.target in ALLOCATIONS and isinstance(value, torch.Tensor):
-            value.fill_(self._fill)
-        return value
 
 
 def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
@@ -114,19 +97,15 @@ def static_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
     mode = inputs_mode(graph.graph)
     values = concrete_inputs(graph, sizes)
     return [
-        mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+        mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
         for value in values
     ]
-
-
-def _clones(inputs: Sequence[Any]) -> list[Any]:
-    return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
 
 
 def _generated(node: Node, sizes: Sizes) -> Any:
     if (handle := node.meta.get(HANDLE)) is not None:
         return handle.clone()
     value = input_at(node, sizes)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     return value.normal_(std=0.1) if value.dtype.is_floating_point else value.zero_()

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Interpreter, Node
 
 from ...torch_compat.basics.ops import (
     is_higher_order,
@@ -63,6 +63,31 @@ def is_registered(name: str) -> bool:
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(torch.ops, namespace), packet, None)
     return found is not None and (not overload or hasattr(found, overload))
+
+
+def where_written(expected: Tensor, other: Tensor, got: Tensor) -> Tensor:
+    """`got`, but `expected` where `other`, of other uninitialized memory, differs from it: any
+    value is right there."""
+    same = (expected == other) | (expected.isnan() & other.isnan())
+    return torch.where(same, got, expected)
+
+
+class FilledMemory(Interpreter):
+    """Runs a graph with allocations that hold `fill`."""
+
+    def __init__(self, graph: GraphModule, fill: int) -> None:
+        super().__init__(graph)
+        self._fill = fill
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.target in ALLOCATIONS and isinstance(value, Tensor):
+            value.fill_(self._fill)
+        return value
+
+
+def clones(inputs: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in inputs]
 
 
 class FakeWrites(LightDispatchMode):

@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
-from ...compile.ir.ops import tensors_in
+from ...compile.ir.ops import ALLOCATIONS, FilledMemory, clones, tensors_in, where_written
 from ...config import compile_config
-from ...runtime.backends.ownership import ALLOCATIONS
 from ...runtime.core.binding import at
-from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
+from ...torch_compat.basics.tensors import tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
 from .observe import Call, Ran, splitting_ops
 from .pieces import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
@@ -180,7 +179,7 @@ class PieceSearch:
         used = passes[:needed]
         count = first_wrong_count(len(nodes), lambda count: is_wrong(count, used))
         node = nodes[count - 1]
-        operator = None if _allocates(node.target) else described(node)
+        operator = None if node.target in ALLOCATIONS else described(node)
         if not used:
             return operator, None, ""
         return operator, used[-1].name, f"right without the pass {used[-1].name}"
@@ -192,7 +191,7 @@ class PieceSearch:
         def hook(index: int, piece: Any) -> Any:
             def call(args: list[Any]) -> Any:
                 if index == use:
-                    taken[:] = _copied(args)
+                    taken[:] = clones(args)
                 return piece(args)
 
             return call
@@ -224,7 +223,8 @@ class PieceSearch:
         case = self._case
 
         def run(fill: int = 0) -> list[Any]:
-            return _run_on_memory_of(fill, graph, values)
+            inputs = clones(values)
+            return _compared(FilledMemory(graph, fill).run(*inputs), inputs)
 
         with torch.no_grad():
             if not any(node.op.startswith("call_") for node in graph.graph.nodes):
@@ -239,16 +239,13 @@ class PieceSearch:
                 passes=passes,
                 sizes=static_sizes(piece, self._config, num_tokens),
             )
-            inputs = _copied(values)
-            got = [*tree_leaves(compiled([*inputs])), *tensors_in(inputs)]
-            seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
+            inputs = clones(values)
+            got = _compared(compiled([*inputs]), inputs)
+            seen = [
+                where_written(*each) if each[0].shape == each[2].shape else each[2]
+                for each in zip(expected, other, got, strict=True)
+            ]
             return first_wrong(expected, seen, case.tolerance, run) is not None
-
-
-def _allocates(target: Any) -> bool:
-    """Whether a function, method or operator makes memory without filling it."""
-    name = target if isinstance(target, str) else target.__name__
-    return name.partition(".")[0] in ALLOCATIONS
 
 
 def first_wrong_count(most: int, is_wrong: Callable[[int], bool]) -> int:
@@ -295,7 +292,7 @@ class _NodeValues(Interpreter):
         super().__init__(graph)
         self.values: dict[Node, Any] = {}
         with torch.no_grad():
-            self.run(*_copied(values))
+            self.run(*clones(values))
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
@@ -316,35 +313,9 @@ def _unlike_its_fake(value: Any, node: Node) -> str | None:
     return f"its result is {one}, and its fake says {other}"
 
 
-class _FilledMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Uninitialized memory contains `fill`."""
-
-    def __init__(self, fill: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fill = fill
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.fill_(self._fill) if _allocates(func) else result
-
-
-def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[Any]:
-    """Results, and the inputs as they are afterwards: a piece may write to them."""
-    inputs = _copied(values)
-    with _FilledMemory(fill):
-        return [*tree_leaves(graph(*inputs)), *tensors_in(inputs)]
-
-
-def _where_equal(one: Any, other: Any, got: Any) -> Any:
-    """`got`, but `one` where uninitialized memory changes the result: any value is right there."""
-    if one.shape != got.shape:
-        return got
-    return torch.where((one == other) | (one.isnan() & other.isnan()), got, one)
-
-
-def _copied(values: list[Any]) -> list[Any]:
-    copied: list[Any] = tree_map_only(Tensor, torch.Tensor.clone, values)
-    return copied
+def _compared(results: Any, inputs: list[Any]) -> list[Any]:
+    """The results of a piece, and its inputs as they are afterwards: it may write to them."""
+    return [*tree_leaves(results), *tensors_in(inputs)]
 
 
 def described(node: Node) -> str:

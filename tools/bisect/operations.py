@@ -38,14 +38,28 @@ _COMPILED = "compiled code"
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
-    """What an operation gave, with its numbers and the line and module that called it."""
+class RanOp:
+    """An operation as it ran: the numbers it took, what it returned and wrote, and the line and
+    module that called it."""
 
     op: str
     numbers: list[Any]
-    tensors: list[Tensor]
+    results: list[Tensor]
     line: str
     module: str
+    changed: Sequence[Tensor | None] = ()
+    """Of each of `results` the elements that it changed, if it wrote to it."""
+    read: Sequence[int] = ()
+    made: Sequence[int] = ()
+    """Memory that it read, and that it returned or wrote."""
+
+    def __str__(self) -> str:
+        where = f" ({self.line.rpartition('/')[2]})" if self.line else ""
+        return f"{self.op.partition('.')[0]}{where}"
+
+    def in_module(self, how: str) -> str:
+        """How it differs, after the module that called it."""
+        return "; ".join(filter(None, (self.module and f"in module {self.module}", how)))
 
 
 def find_operation(case: BisectCase, stage: Stage, index: int, state: ModelState) -> Cause:
@@ -62,7 +76,7 @@ def find_operation(case: BisectCase, stage: Stage, index: int, state: ModelState
         state.restore()
         run_prepared(before, prepared, state, right)
         decision = prepared.dispatch(step.batch)
-        captured: list[_Result] = []
+        captured: list[RanOp] = []
         for graph in dict(prepared.recordings())[decision.graph_index].graphs:
             if not isinstance(graph, TapeGraph):
                 return None, None, "its operations can be compared on a CPU only"
@@ -81,67 +95,45 @@ def find_operation(case: BisectCase, stage: Stage, index: int, state: ModelState
         finally:
             ACTIVE.reset(token)
     compiled = False
-    for want, have in zip_longest(uncaptured.results, captured):
+    for want, have in zip_longest(uncaptured.ops, captured):
         difference = _difference(want, have, case.tolerance, compiled)
         place = want or have
         compiled |= place.op == _COMPILED
         if difference is not None:
-            where = f" ({place.line.rpartition('/')[2]})" if place.line else ""
-            module = f"in module {place.module}" if place.module else ""
-            return f"{place.op}{where}", None, "; ".join(filter(None, (module, difference)))
+            return str(place), None, place.in_module(difference)
     return None, None, ""
 
 
 def _difference(
-    want: _Result | None, have: _Result | None, tolerance: float | None, compiled: bool
+    want: RanOp | None, have: RanOp | None, tolerance: float | None, compiled: bool
 ) -> str | None:
     if want is None or have is None or want.op != have.op:
         names = [each.op if each else "nothing more" for each in (want, have)]
         return f"the model calls {names[0]} where the graph has {names[1]}"
-    if first_wrong(want.tensors, have.tensors, tolerance) is None:
+    if first_wrong(want.results, have.results, tolerance) is None:
         return None
     if want.numbers != have.numbers:
         return f"it takes {want.numbers} in the model and {have.numbers} in the graph"
     return f"its result differs, and none before it{' but of compiled code' * compiled}"
 
 
-def _note(results: list[_Result], call: Operation) -> None:
+def _note(ops: list[RanOp], call: Operation) -> None:
     call()
-    results.append(_result(call))
+    ops.append(_of_tape(call))
 
 
-def _result(operation: Operation, line: str = "", module: str = "") -> _Result:
-    """What an operation that has just run gave: its results and what it wrote to."""
+def _of_tape(operation: Operation, line: str = "", module: str = "") -> RanOp:
+    """An operation of a tape that has just run."""
     copied = operation.func in COPIES
     call = operation.args[0] if copied else operation
     leaves = tree_leaves((call.args, call.keywords))
     numbers = [each for each in leaves if isinstance(each, int | float)]
     if not isinstance(call.func, OpOverload):  # its results may be memory that nothing has written
-        return _Result(_COMPILED, numbers, [], line, module)
+        return RanOp(_COMPILED, numbers, [], line, module)
     tensors = [operation.args[1]] if copied else []
     tensors += written_by(call.func, call.args, call.keywords)
     op = overload_name(call.func).rpartition(".")[0]
-    return _Result(op, numbers, copies(tensors), line, module)
-
-
-@dataclass(frozen=True, slots=True)
-class TracedOp:
-    """An operation as it ran. `results` are what it returned and wrote, the latter as far as it
-    changed it, of which `changed` has the elements."""
-
-    op: str
-    numbers: list[Any]
-    read: list[int]
-    made: list[int]
-    """Memory that it read, and that it returned or wrote."""
-    results: list[Tensor]
-    changed: list[Tensor | None]
-    line: str
-    module: str
-
-    def __str__(self) -> str:
-        where = f" ({self.line.rpartition('/')[2]})" if self.line else ""
-        return f"{self.op.rpartition('.')[0]}{where}"
+    return RanOp(op, numbers, copies(tensors), line, module)
 
 
 class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,7 +141,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[TracedOp] = []
+        self.ops: list[RanOp] = []
         self._module_names = {id(module): name for name, module in model.named_modules()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,21 +155,21 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = [storage_id(each) for each in tensors_in((args, given))]
         fresh = [each for each in tensors_in(result) if storage_id(each) not in read]
         changed = [one != other for one, other in zip(before, written, strict=True)]
-        op = TracedOp(
+        op = RanOp(
             name,
             [each for each in leaves if isinstance(each, int | float)],
-            read,
-            [storage_id(each) for each in (*fresh, *written)],
             copies([*fresh, *written]),
-            [*([None] * len(fresh)), *changed],
             user_line() or "",
             calling_module(self._module_names),
+            [*([None] * len(fresh)), *changed],
+            read,
+            [storage_id(each) for each in (*fresh, *written)],
         )
         self.ops.append(op)
         return result
 
 
-def first_difference(ops: Sequence[TracedOp], others: Sequence[TracedOp]) -> tuple[int, str] | None:
+def first_other_op(ops: Sequence[RanOp], others: Sequence[RanOp]) -> tuple[int, str] | None:
     """The first of `ops` whose result differs in the other run by more than what it read explains,
     and how. Rows that only the other run has do not count."""
     apart: dict[int, float] = {}
@@ -190,7 +182,7 @@ def first_difference(ops: Sequence[TracedOp], others: Sequence[TracedOp]) -> tup
         if most > FLOOR + FACTOR * read:
             numbers = one.numbers != other.numbers
             how = f"it takes {one.numbers} and {other.numbers}" if numbers else ""
-            return index, "; ".join(filter(None, (one.module and f"in module {one.module}", how)))
+            return index, one.in_module(how)
         apart.update(dict.fromkeys(other.made, most))
     return None
 
@@ -209,13 +201,13 @@ class _Uncaptured(Tape):
     def __init__(self, breaks: bool, model: torch.nn.Module) -> None:
         super().__init__(Ownership())
         self.breaks = breaks
-        self.results: list[_Result] = []
+        self.ops: list[RanOp] = []
         self._module_names = {id(module): name for name, module in model.named_modules()}
 
     def _record(self, *operation: Any) -> None:
         super()._record(*operation)
         line, module = user_line() or "", calling_module(self._module_names)
-        self.results.append(_result(self.operations[-1], line, module))
+        self.ops.append(_of_tape(self.operations[-1], line, module))
 
     def splitting_op(self, name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.breaks = False  # of a break inside of this one

@@ -23,7 +23,7 @@ from ...errors import InvalidSetting, PieceFailed, PiecegraphError
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, of_one_form, write_script
 from .culprit import Cause, PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_model, run_prepared, splitting_ops
-from .operations import OpTrace, find_operation, first_difference
+from .operations import OpTrace, find_operation, first_other_op
 from .rerun import Failure, Rerun
 from .stages import (
     COMPILER,
@@ -191,7 +191,7 @@ class _Search:
             self.state.restore()
             run_eagerly(replace(self.case, steps=self.case.steps[:index]), self.state)
             run_model(self.case, self.case.steps[index], self.state, trace)
-        found = first_difference(traces[0].ops, traces[1].ops)
+        found = first_other_op(traces[0].ops, traces[1].ops)
         return (None, None, "") if found is None else (str(traces[0].ops[found[0]]), None, found[1])
 
     def _located(self, stage: Stage, prepared: PreparedModel, failure: Failure) -> Finding:
@@ -310,7 +310,7 @@ class _Search:
         if state:
             note += f"; it writes {', '.join(state)} otherwise"
         alone, padded = (trace.ops for trace in rerun.operations())
-        found = first_difference(alone, padded)
+        found = first_other_op(alone, padded)
         if found is None:
             return _noted(finding, note)
         index, how = found
