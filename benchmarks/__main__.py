@@ -24,7 +24,7 @@ from piecegraph.tools.cli.run_commands import (
 )
 from piecegraph.tools.engine.scheduler import Request
 from piecegraph.tools.report.origin import origin
-from piecegraph.tools.report.output import Output, figure_class, outputs, read_facts
+from piecegraph.tools.report.output import Output, outputs, read_facts
 from piecegraph.tools.report.sections import ReportSection, as_terminal
 from piecegraph.tools.serve.options import RunOptions, choice
 from piecegraph.tools.serve.requests import read_requests, requests_of
@@ -372,11 +372,9 @@ def _measure(
 
 def _outputs(json_path: Path | None, plot: Path | None) -> tuple[Output | None, Output | None]:
     """Checked before anything is measured. Raises ToolMissing for a plot without matplotlib."""
-    to_json, to_plot = outputs(
-        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
-    )
+    to_json, to_plot = outputs({"--json": json_path, "--plot": plot}, stdout=("--json",))
     if to_plot is not None:
-        figure_class()
+        serving.check_plot(to_plot)
     return to_json, to_plot
 
 

@@ -21,15 +21,16 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from piecegraph.errors import InvalidSetting
+from piecegraph.errors import InvalidSetting, ToolMissing
 from piecegraph.tools.engine.scheduler import Request
-from piecegraph.tools.report.output import figure_class
+from piecegraph.tools.report.output import Output
 from piecegraph.tools.serve.options import RunOptions
 from piecegraph.tools.serve.run import Service, start_service
 
 from .load import TimedRequest
 
 REQUEST_TIMEOUT = 600
+PLOTS = (".pdf", ".png", ".svg")
 
 
 def measure_engine(
@@ -201,6 +202,25 @@ def combinations(
     ]
 
 
+def check_plot(output: Output) -> None:
+    """Raise InvalidSetting for a file with another suffix than PLOTS, and ToolMissing without
+    matplotlib."""
+    if output.path.suffix not in PLOTS:
+        reason = "its suffix names no format of a plot"
+        expected = f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
+        raise InvalidSetting(name="--plot", value=str(output), reason=reason, expected=expected)
+    _figure_class()
+
+
+def _figure_class() -> Any:
+    """matplotlib's Figure. Raises ToolMissing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ToolMissing(name="matplotlib", extra="tools") from None
+    return Figure
+
+
 def plot(result: dict[str, Any], path: Path) -> None:
     """Latencies, throughput and goodput against the request rate, with the spread of the rounds."""
     rows, load = result["summary"], result["load"]
@@ -215,7 +235,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     ]
     names = list(dict.fromkeys((row["mode"], row["strategy"]) for row in rows))
     shared = {strategy for _, strategy in names}
-    figure = figure_class()(figsize=(12, 7), layout="constrained")
+    figure = _figure_class()(figsize=(12, 7), layout="constrained")
     panels = [each for each in shown if rows[0][each[0]] is not None]
     for axes, (metric, part, label) in zip(figure.subplots(2, 3).flat, panels, strict=False):
         for place, (mode, strategy) in enumerate(names):

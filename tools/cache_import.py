@@ -59,7 +59,7 @@ class Image:
         """Verify every entry. Raises BundleRefused."""
         self.path = Path(os.path.realpath(path))
         self.manifests: list[Manifest] = []
-        self._trust = trust
+        self.refuses = trust
         self._parts: dict[str, Part] = {}
         try:
             self._find_files()
@@ -81,9 +81,6 @@ class Image:
         if f"{ROOT}/{name}" not in self._parts:
             raise FileNotFoundError(name)
         return self._read(f"{ROOT}/{name}", limit)
-
-    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        return self._trust(manifest, signature)
 
     def _read(self, name: str, limit: int) -> bytes:
         part = self._parts[name]

@@ -19,8 +19,9 @@ from piecegraph.benchmarks.load import (
     summary,
     synthetic_rows,
 )
-from piecegraph.benchmarks.serving import check_url, measure_url, serve_load
+from piecegraph.benchmarks.serving import check_plot, check_url, measure_url, serve_load
 from piecegraph.errors import InvalidSetting
+from piecegraph.tools.report.output import Output
 
 
 def gaps(arrivals, count=4000):
@@ -255,3 +256,8 @@ def test_a_file_of_another_command_is_refused(text, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "invalid setting result = " in error
     assert "a file that `python -m benchmarks serve --json` wrote" in error
+
+
+def test_a_plot_has_a_known_suffix(tmp_path):
+    with pytest.raises(InvalidSetting, match=r"a file that ends in \.pdf, \.png or \.svg"):
+        check_plot(Output(tmp_path / "plot.xyz"))

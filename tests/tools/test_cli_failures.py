@@ -14,9 +14,7 @@ import pytest
 import piecegraph
 from piecegraph import Config, Delayed, Events
 from piecegraph.cache import Cache, Key
-from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.report.output import outputs
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import _saying_what_is_kept
 from piecegraph.tools.serve.trace import EXCERPT
@@ -164,11 +162,6 @@ def test_sizes_beyond_the_limit_are_refused_before_anything_runs(library, capsys
     captured = capsys.readouterr()
     assert "setting --capture-sizes = '4,1000'" in captured.err
     assert captured.err.count("\n") == 1
-
-
-def test_a_plot_has_a_known_suffix(tmp_path):
-    with pytest.raises(InvalidSetting, match=r"a file that ends in \.pdf, \.png or \.svg"):
-        outputs({"--plot": tmp_path / "plot.xyz"}, plots=("--plot",))
 
 
 @pytest.mark.parametrize(

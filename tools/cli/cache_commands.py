@@ -17,11 +17,11 @@ import typer
 
 from ...cache.keys.environment import OFF, read
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.output import output_of
+from ..report.output import output_of, outputs
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import cache_directory, described, lines, manifests, named, of_kind, parsed, say
-from .run_commands import JsonOption, stderr, with_run_options
+from .cache_entries import cache_directory, described, lines, manifests, named, of_kind, parsed
+from .run_commands import JsonOption, say, stderr, with_run_options
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -57,7 +57,7 @@ def list_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> i
         return UNVERIFIABLE
     found = sorted(manifests(root), key=lambda each: -each[1])
     facts = [described(manifest, used) for manifest, used in found]
-    say(json_path, facts, "\n".join([f"{len(facts)} entries in {root}", *lines(facts)]))
+    _say(json_path, facts, "\n".join([f"{len(facts)} entries in {root}", *lines(facts)]))
     return 0
 
 
@@ -70,7 +70,7 @@ def show_command(
     """Show an entry as JSON: what it was made from, and its blobs."""
     (manifest,) = named(cache_directory(cache_dir), [name])
     facts = {**parsed(manifest), "digest": manifest.digest}
-    say(json_path, facts, json.dumps(facts, indent=2))
+    _say(json_path, facts, json.dumps(facts, indent=2))
     return 0
 
 
@@ -90,7 +90,7 @@ def diff_command(
     )
     differences = diff(before, after)
     facts = [{"name": d.name, "old": d.old, "new": d.new} for d in differences]
-    say(json_path, facts, "\n".join(map(str, differences)) or "they are equal")
+    _say(json_path, facts, "\n".join(map(str, differences)) or "they are equal")
     return DIFFERENT if differences else 0
 
 
@@ -119,7 +119,7 @@ def stats_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> 
     for kind, of in facts["lookups"].items():
         text.append(f"{kind}: {of['hits']} hits of {of['hits'] + of['misses']}")
         text += [f"  {reason}: {count}" for reason, count in of["by_reason"].items()]
-    say(json_path, facts, "\n".join(text))
+    _say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -144,7 +144,7 @@ def verify_command(
     facts = [{"status": f.status.name, "name": f.name, "reason": f.reason} for f in findings]
     text = [f"{f.status.name}: {f.name}: {f.reason}" for f in findings]
     text.append(f"{readable} readable entries, {len(findings)} findings in {root}")
-    say(json_path, {"readable": readable, "findings": facts}, "\n".join(text))
+    _say(json_path, {"readable": readable, "findings": facts}, "\n".join(text))
     return exit_status(findings)
 
 
@@ -156,7 +156,9 @@ def _verify_model(target: str, cache_dir: Path | None, json_path: Path | None) -
     verified = prepared.report()["cache"]["verified"]
     prepared.close()
     name = type(model).__qualname__
-    say(json_path, {"verified": verified}, f"the bundle of {name} is that of the model: {verified}")
+    _say(
+        json_path, {"verified": verified}, f"the bundle of {name} is that of the model: {verified}"
+    )
     return 0 if verified is True else UNVERIFIABLE
 
 
@@ -191,7 +193,7 @@ def why_command(
         model = build_model(options, find_device(options.device))
         config = library_config(options, model)
     answer = explain_miss(model, config)
-    say(json_path, answer.as_json(), str(answer))
+    _say(json_path, answer.as_json(), str(answer))
     return MISS if answer.reason else 0
 
 
@@ -211,7 +213,7 @@ def prune_command(
     _refuse_failed(root, done.failure)
     left = len(manifests(root))
     text = f"removed {done.entries} entries, {shown_size(done.bytes)}; {left} are left"
-    say(json_path, {"removed": done.entries, "bytes": done.bytes, "left": left}, text)
+    _say(json_path, {"removed": done.entries, "bytes": done.bytes, "left": left}, text)
     return 0
 
 
@@ -237,7 +239,7 @@ def export_command(
     signed = f"signed with key {signer.public.id}" if signer else "not signed here"
     facts = [described(manifest) for manifest in chosen]
     text = [f"{len(facts)} entries, {signed}: {path}", f"image {image}", *lines(facts)]
-    say(json_path, facts, "\n".join(text))
+    _say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -284,7 +286,7 @@ def import_command(
         _refuse_failed(root, *cache.store(entry))
         stored.append(entry.manifest)
     facts = [described(manifest) for manifest in stored]
-    say(json_path, facts, "\n".join(lines(facts)))
+    _say(json_path, facts, "\n".join(lines(facts)))
     return 0
 
 
@@ -314,7 +316,7 @@ def keygen_command(
     public = key.public
     text = f"key {public.id}, epoch {public.epoch}: {path} signs; give servers {path}.pub:"
     facts = {"key": public.id, "epoch": public.epoch, "line": public.line()}
-    say(json_path, facts, f"{text}\n{public.line()}")
+    _say(json_path, facts, f"{text}\n{public.line()}")
     return 0
 
 
@@ -355,7 +357,7 @@ def warm_command(
     text = (
         f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
     )
-    say(json_path, facts, "\n".join(text))
+    _say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -390,6 +392,11 @@ def _refuse_failed(root: Path, *failures: str | None) -> None:
     """Raise CacheNotWritable for failed writes, which the library only records."""
     for reason in filter(None, failures):
         raise CacheNotWritable(path=root, reason=reason)
+
+
+def _say(json_path: Path | None, facts: Any, text: str) -> None:
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    say(to_json, facts, text)
 
 
 def _bytes(text: str) -> float:

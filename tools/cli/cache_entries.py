@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ...cache.directory import private_root
 from ...errors import NoSuchEntry
-from ..report.output import outputs
 from ..report.sections import size as shown_size
 
 if TYPE_CHECKING:
@@ -98,12 +97,3 @@ def of_kind(counts: Mapping[str, int], kind: str) -> dict[str, Any]:
     by_reason = {n.removeprefix(missed): c for n, c in counts.items() if n.startswith(missed)}
     hits = counts.get(f"{kind}.hit", 0)
     return {"hits": hits, "misses": sum(by_reason.values()), "by_reason": by_reason}
-
-
-def say(json_path: Path | None, facts: Any, text: str) -> None:
-    """Print an answer as a text, and write it as JSON; for `-` print that instead."""
-    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
-    if to_json is None or not to_json.is_stdout:
-        print(text, flush=True)
-    if to_json is not None:
-        to_json.write(json.dumps(facts, indent=2) + "\n")

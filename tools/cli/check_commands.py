@@ -27,10 +27,7 @@ STEPS = 64
 @with_run_options
 def invariance_command(options: RunOptions, replay: ReplayOption = None) -> int:
     """Is a request's result the same alone, batched, with other requests, padded, in each mode?"""
-    from ..serve.requests import read_requests
-
-    requests = read_requests(options)
-    case = decoder_case(options, requests, STEPS, replay)
+    case = decoder_case(options, STEPS, replay)
     import torch
 
     from ..bisect import check_invariance
@@ -90,10 +87,9 @@ def keys_command(
     replay: ReplayOption = None,
 ) -> int:
     """Does a graph depend on a fact that its key does not hold? Captures with facts changed."""
-    from ..serve.requests import read_requests
-
-    case = decoder_case(options, read_requests(options), steps, replay)
+    case = decoder_case(options, steps, replay)
     from ..bisect import check_keys
+    from ..engine.metadata import DUMP_SLOT
 
     padding = case.capture_metadata
     assert padding is not None
@@ -106,8 +102,6 @@ def keys_command(
         slots: AttentionMetadata = padding(descriptor, mode)
         slots.slot_mapping.fill_(DUMP_SLOT + 1)
         return slots
-
-    from ..engine.metadata import DUMP_SLOT
 
     variants = {"query and context lengths": with_lengths, "slots": with_slots}
     found, changed = check_keys(case, variants=variants)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ... import Events
     from ..bisect import BisectCase
-    from ..engine.scheduler import Request
     from ..report.output import Output
     from ..serve.report import Report
     from ..serve.run import Service
@@ -239,25 +238,23 @@ def bisect_command(
     replay: ReplayOption = None,
 ) -> int:
     """Find which part of the library makes a wrong number; status 1 if one does."""
-    from ..serve.requests import read_requests
-
-    requests = read_requests(options)
     outputs({"--script": script})
+    case = decoder_case(options, steps, replay)
     from ..bisect import bisect
 
-    case = decoder_case(options, requests, steps, replay)
     finding = bisect(case, script=script, say=lambda line: print(line, flush=True))
     print(finding.line() if finding else "every stage is right")
     return WRONG_RESULT if finding else 0
 
 
-def decoder_case(
-    options: RunOptions, requests: list[Request], num_steps: int, replay: Path | None
-) -> BisectCase:
-    """The first `num_steps` steps of serving `requests` eagerly, or those in a file.
+def decoder_case(options: RunOptions, num_steps: int, replay: Path | None) -> BisectCase:
+    """The first `num_steps` steps of serving the requests eagerly, or those in a file.
 
     The KV cache is empty, as at the first step, or has the rows that the file states.
     """
+    from ..serve.requests import read_requests
+
+    requests = read_requests(options)
     from ...runtime.core.step_file import restore_state
     from ...runtime.tensors_by_path import tensors_by_path
     from ..bisect import BisectCase
@@ -395,6 +392,13 @@ def stderr() -> Console:
     return Console(stderr=True, quiet=bool(launched_rank()))
 
 
-def write_json(output: Output | None, report: dict[str, Any]) -> None:
+def write_json(output: Output | None, facts: Any) -> None:
     if output is not None:
-        output.write(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        output.write(json.dumps(facts, indent=2, allow_nan=False) + "\n")
+
+
+def say(to_json: Output | None, facts: Any, text: str) -> None:
+    """Print an answer as a text, and write it as JSON; for `-` print that instead."""
+    if to_json is None or not to_json.is_stdout:
+        print(text, flush=True)
+    write_json(to_json, facts)

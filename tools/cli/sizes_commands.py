@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,16 +9,11 @@ import typer
 
 from ..report.output import outputs
 from ..serve.options import RunOptions
-from .run_commands import JsonOption, with_run_options
+from .run_commands import JsonOption, say, with_run_options, write_json
 
 MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_GRAPHS = 2048, 256, 48
 
 sizes_app = typer.Typer(help="Capture sizes fitted to traffic, and buckets.", no_args_is_help=True)
-
-
-@sizes_app.callback()
-def sizes() -> None:
-    """Capture sizes fitted to traffic, and buckets."""
 
 
 @sizes_app.command()
@@ -33,9 +27,7 @@ def fit(
     max_num_reqs: Annotated[
         int, typer.Option(min=1, help="Requests running at a time.")
     ] = MAX_NUM_REQS,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
-    ] = None,
+    json_path: JsonOption = None,
     output: Annotated[
         Path | None, typer.Option(help="Write a sizes file for `run --capture-sizes`.")
     ] = None,
@@ -53,12 +45,8 @@ def fit(
         max_num_tokens=max_num_tokens,
         max_num_reqs=max_num_reqs,
     )
-    if to_json is None or not to_json.is_stdout:
-        typer.echo(render(result))
-    if to_json:
-        to_json.write(json.dumps(result, indent=2) + "\n")
-    if to_output:
-        to_output.write(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
+    say(to_json, result, render(result))
+    write_json(to_output, {"capture_sizes": result["sizes"]})
 
 
 @sizes_app.command()
@@ -74,8 +62,5 @@ def buckets(options: RunOptions, json_path: JsonOption = None) -> int:
 
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
     facts = plan_facts(options, read_requests(options))
-    if to_json is None or not to_json.is_stdout:
-        typer.echo(render(facts))
-    if to_json:
-        to_json.write(json.dumps(facts, indent=2) + "\n")
+    say(to_json, facts, render(facts))
     return 0

@@ -62,19 +62,9 @@ def paged_attention(
         _mixed(query, key, value, output, cache, metadata)
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
-    """Shapes: nothing is returned and `output` keeps its own."""
-
-
 LIBRARY.impl("paged_attention", paged_attention, "CPU")
 LIBRARY.impl("paged_attention", paged_attention, "CUDA")
-torch.library.register_fake(SPLITTING_OP, _fake, lib=LIBRARY)
+torch.library.register_fake(SPLITTING_OP, lambda *args: None, lib=LIBRARY)
 
 
 def _decode(

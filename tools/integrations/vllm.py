@@ -48,6 +48,7 @@ from ... import (
     Shadow,
     prepare,
 )
+from ...compile.ir.ops import is_registered
 from ...errors import ArgumentFixed, BundleMissing, BundleStale, InputMismatch, SizeOutOfRange
 from ...runtime.core.allowed_work import allow_compilation
 from ...runtime.tensors_by_path import tensors_by_path
@@ -322,7 +323,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         inputs=inputs,
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_reqs=scheduler.max_num_seqs,
-        splitting_ops=tuple(name for name in splitting_ops if _is_registered(name)),
+        splitting_ops=tuple(name for name in splitting_ops if is_registered(name)),
         attention={"support": "NEVER"},
         cache={"verify_bundle": "before"},
         sizes={"padding_limit": PaddingLimit(tokens=0)} if piecewise else {},
@@ -353,11 +354,6 @@ def passes_of(vllm_config: VllmConfig) -> dict[str, GraphPass]:
         "vllm functionalization": GraphPass("", first, before_grad=True, uuid=first.uuid()),
         "vllm passes": GraphPass("", manager, uuid=manager.uuid()),
     }
-
-
-def _is_registered(op: str) -> bool:
-    namespace, _, name = op.partition("::")
-    return hasattr(getattr(torch.ops, namespace), name)
 
 
 class InputForm:

@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidSetting, OutputNotWritten, ToolMissing
-
-PLOTS = (".pdf", ".png", ".svg")
+from ...errors import InvalidSetting, OutputNotWritten
 
 
 class Output:
@@ -45,13 +43,12 @@ class Output:
 
 
 def outputs(
-    paths: Mapping[str, Path | None], *, stdout: Collection[str] = (), plots: Collection[str] = ()
+    paths: Mapping[str, Path | None], *, stdout: Collection[str] = ()
 ) -> list[Output | None]:
     """One output for each option that has a path, in order.
 
-    Raises InvalidSetting if a file cannot be written, if two options name the same file, for `-`
-    with an option that is not in `stdout`, and for an option in `plots` whose file has another
-    suffix than PLOTS. Devices may be shared.
+    Raises InvalidSetting if a file cannot be written, if two options name the same file, and for
+    `-` with an option that is not in `stdout`. Devices may be shared.
     """
     seen: dict[Path, str] = {}
     checked: list[Output | None] = []
@@ -73,10 +70,6 @@ def outputs(
         if place in seen:
             reason = f"what {seen[place]} asks for goes there already"
             expected = "a file of its own for each"
-            raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
-        if option in plots and path.suffix not in PLOTS:
-            reason = "its suffix names no format of a plot"
-            expected = f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}"
             raise InvalidSetting(name=option, value=str(path), reason=reason, expected=expected)
         seen[place] = option
     return checked
@@ -135,12 +128,3 @@ def _write_unnamed_file(folder: Path) -> None:
     """Permission bits do not tell whether a file can be created, so create one."""
     with tempfile.TemporaryFile(dir=folder):
         pass
-
-
-def figure_class() -> Any:
-    """matplotlib's Figure. Raises ToolMissing without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ToolMissing(name="matplotlib", extra="tools") from None
-    return Figure

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from transformers import PreTrainedModel
 
 from .... import AttentionSupport, Config, ForwardContext, forward_context
 from ....torch_compat.basics.tensors import TorchDispatchMode
-from .attention import SPLITTING_OP, PackedRequests
+from .attention import SPLITTING_OP, PackedRequests, rows_of
 from .configuration import setting, settle_sets
-from .heads import find_head
 from .mixers import MIXER_OP
 from .proof import WORST, proven
 from .rope import settle_rope
@@ -190,3 +190,63 @@ def _compare(
         if actual.shape != expected.shape or not torch.isfinite(actual).all():
             reason = "its result through the op is not finite"
         raise refusal(model, reason)
+
+
+class Head:
+    """What `model` does with the hidden states of its base model, such as pooling and scoring:
+    its forward without the base model, whose class of results is `output`.
+
+    It takes the rows of one request, so it runs for each request, outside of steps.
+    """
+
+    def __init__(self, model: PreTrainedModel, output: type) -> None:
+        self._base = _Computed(model.base_model, output)
+        shared: dict[int, Any] = {id(weight): weight for weight in model.parameters()}
+        self._model = copy.deepcopy(model, {**shared, id(model.base_model): self._base})
+
+    def __call__(self, hidden: Tensor, input_ids: Tensor, query_lens: Sequence[int]) -> list[Any]:
+        """The model's result for each request of a step, from hidden states (T, hidden) and ids
+        (T,)."""
+        results = []
+        for rows in rows_of(query_lens):
+            self._base.hidden = hidden[rows]
+            with torch.no_grad():
+                results.append(self._model(input_ids=input_ids[None, rows]))
+        return results
+
+
+def find_head(model: PreTrainedModel, ids: Tensor) -> Head | None:
+    """The head of `model`, or None if its result is the hidden states; `ids` (1, T) are a request.
+
+    Raises ModelNotAdaptable for a model whose result is not that of its head.
+    """
+    with torch.no_grad():
+        expected, base = model(input_ids=ids), model.base_model
+        if "last_hidden_state" in expected:
+            return None
+        below = base(input_ids=ids)
+        head = Head(model, type(below))
+        try:
+            (actual,) = head(below.last_hidden_state[0], ids[0], (ids.shape[1],))
+        except Exception:  # code of the model, in a form that it was not written for
+            actual = None
+    if actual is None or not torch.allclose(actual[0], expected[0], rtol=1e-3, atol=1e-5):
+        advice = "Adapt the base model, model.base_model, and run the head for each request"
+        reason = "its head takes more of the base model than hidden states"
+        raise refusal(model, reason, advice)
+    return head
+
+
+class _Computed(nn.Module):
+    """Stands for a base model whose hidden states are known."""
+
+    hidden: Tensor
+
+    def __init__(self, base: Any, output: type) -> None:
+        super().__init__()
+        self._pooler, self._output = getattr(base, "pooler", None), output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = self.hidden[None]
+        pooled = {} if self._pooler is None else {"pooler_output": self._pooler(hidden)}
+        return self._output(last_hidden_state=hidden, **pooled)

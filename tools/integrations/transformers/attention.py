@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -249,16 +249,19 @@ LIBRARY.impl("attention", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("piecegraph_hf::attention", lambda *args: None, lib=LIBRARY)
 
 
+def rows_of(query_lens: Sequence[int]) -> Iterator[slice]:
+    """The rows of each request of a step."""
+    for length, end in zip(query_lens, itertools.accumulate(query_lens), strict=True):
+        yield slice(end - length, end)
+
+
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, rule: Rule, metadata: PackedRequests
 ) -> None:
     """Each request over its own tokens of this step; rows beyond the last request become 0."""
-    start = 0
-    for length in metadata.query_lens:
-        rows = slice(start, start + length)
+    for rows in rows_of(metadata.query_lens):
         output[rows] = attend_request(query[rows], key[rows], value[rows], rule.of_rows(rows))
-        start += length
-    output[start:] = 0
+    output[sum(metadata.query_lens) :] = 0
 
 
 def attend_request(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:

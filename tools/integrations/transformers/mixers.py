@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .... import get_forward_context
 from ....errors import LayerMissing, MissingMetadata
-from .attention import LIBRARY, Mask, PackedRequests, hidden_keys
+from .attention import LIBRARY, Mask, PackedRequests, hidden_keys, rows_of
 
 MIXER_OP = "piecegraph_hf::mixer"
 
@@ -154,13 +154,12 @@ class Mixer:
     def __call__(
         self, inputs: Sequence[Tensor | None], output: Tensor, metadata: PackedRequests
     ) -> None:
-        start = 0
-        for length in metadata.query_lens:
-            if length:
-                part = self._rows_of(self._called(inputs, start, length))
-                output.narrow(self.dim, start, length).copy_(part)
-            start += length
-        output.narrow(self.dim, start, output.shape[self.dim] - start).zero_()
+        rows = output.movedim(self.dim, 0)
+        for of_one in rows_of(metadata.query_lens):
+            if length := of_one.stop - of_one.start:
+                part = self._rows_of(self._called(inputs, of_one.start, length))
+                rows[of_one].copy_(part.movedim(self.dim, 0))
+        rows[sum(metadata.query_lens) :].zero_()
 
     def _called(self, inputs: Sequence[Tensor | None], start: int, length: int) -> Any:
         """The module's own forward on the tokens of one request."""

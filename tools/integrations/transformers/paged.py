@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....errors import ModelNotAdaptable
 from ...engine.kv_cache import LayerCache
 from ...engine.metadata import AttentionMetadata
 from .adapt import PackedModel
-from .attention import Rule, attend_request, hidden_keys, not_selected, weighted
+from .attention import Rule, attend_request, hidden_keys, not_selected, rows_of, weighted
 from .mixers import Mixer
+from .routing import refusal
+
+OWN_LAYER = "Give its op a layer of your own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,10 @@ class PagedAttention(LayerCache):
         slots = metadata.slot_mapping[: sum(metadata.query_lens)]
         _write(self.keys, key, slots)
         _write(self.values, value, slots)
-        start = 0
-        for place, length in enumerate(metadata.query_lens):
-            rows = slice(start, start + length)
+        for place, rows in enumerate(rows_of(metadata.query_lens)):
             keys, values = (_read(x, metadata, place) for x in (self.keys, self.values))
             output[rows] = attend_request(query[rows], keys, values, rule.of_rows(rows))
-            start += length
-        output[start:] = 0
+        output[len(slots) :] = 0
 
     def _decoded(
         self, query: Tensor, key: Tensor, value: Tensor, rule: Rule, metadata: AttentionMetadata
@@ -107,20 +106,15 @@ def paged_layers(
 
     layers: dict[str, LayerCache] = {}
     for name in model.biased:
-        raise _refusal(model, f"{name} adds a bias for each pair of tokens")
+        raise refusal(model.model, f"{name} adds a bias for each pair of tokens", OWN_LAYER)
     for name, (heads, key_dim, value_dim) in model.kv_shapes.items():
         layers[name] = PagedAttention(cache(heads, key_dim), cache(heads, value_dim))
     for name, mixer in model.layers.items():
         if not mixer.width:
             reason = f"{name} takes values for pairs of tokens, such as a mask, or for none"
-            raise _refusal(model, reason)
+            raise refusal(model.model, reason, OWN_LAYER)
         layers[name] = PagedMixer(cache(1, mixer.width, dtype=torch.float32), cache(1, 0), mixer)
     return layers
-
-
-def _refusal(model: PackedModel, reason: str) -> ModelNotAdaptable:
-    family = type(model.model).__name__
-    return ModelNotAdaptable(family=family, reason=reason, advice="Give its op a layer of your own")
 
 
 def _write(cache: Tensor, rows: Tensor, slots: Tensor) -> None:

@@ -8,6 +8,7 @@ proof.
 from __future__ import annotations
 
 import functools
+import inspect
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,15 +27,12 @@ from ....errors import ModelNotAdaptable, PiecegraphError
 from .attention import (
     Mask,
     PackedRequests,
-    Rule,
     UnknownAttention,
     UnknownMask,
     attend,
-    attend_packed,
     given,
     mask_of,
     outside_mixers,
-    packed,
 )
 from .host_reads import check_readers, host_readers
 from .mixers import Mixer, UnknownCall
@@ -289,46 +287,40 @@ class Trial:
 
 
 def _attend_in_trial(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """As `attend`, without the op."""
+    """`attend` with what the trial has learned of this call."""
     trial = _CURRENT.get()
     name = trial.names.get(module, type(module).__name__)
-    if position_bias is not None and query.shape[0] > 1:
+    bias, indices = arguments.get("position_bias"), arguments.get("indices")
+    if bias is not None and query.shape[0] > 1:
         raise UnknownAttention(f"{name} adds a bias to a batch", name)
-    trial.arguments[module] = given(others)
     if query.shape[2] != key.shape[2]:
         raise UnknownAttention(f"{name} attends to another sequence than its own", name)
     if indices is not None:
         trial.check_indices(name, indices)
-    mask = trial.mask_for(module, attention_mask, is_causal, sliding_window)
+    causal, window = arguments.get("is_causal"), arguments.get("sliding_window")
+    mask = trial.mask_for(module, attention_mask, causal, window)
     if trial.masks.setdefault(module, mask) != mask:
         raise refusal(trial.model, f"{name} is called with different masks")
     trial.kv_shapes[module] = key.shape[1], key.shape[3], value.shape[3]
     rows, tokens = query.shape[0], query.shape[2]
-    q, k, v, output = packed(query, key, value, rows == 1)
     if rows == 1:
         trial.one_row.add(module)
-    if position_bias is not None:
+    if bias is not None:
         trial.biased.add(module)
-    bias, selected = (x if x is None else x[0] for x in (position_bias, indices))
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux, bias, selected)
-    attend_packed(q, k, v, output, rule, PackedRequests(trial.lengths or (tokens,) * rows))
-    return output.view(rows, tokens, *output.shape[1:]), None
+    known = inspect.signature(attend).parameters
+    others = given({n: each for n, each in arguments.items() if n not in known})
+    trial.arguments[module] = others
+    module.attention_mask_rule, module.layer_name, module.one_row = mask, name, rows == 1
+    module.mask_stand_in, module.other_arguments = True, others
+    with forward_context(ForwardContext({}, PackedRequests(trial.lengths or (tokens,) * rows))):
+        return attend(module, query, key, value, attention_mask, **arguments)
 
 
 def refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelNotAdaptable:
