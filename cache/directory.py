@@ -52,7 +52,7 @@ class DirectoryLayer:
         self.name = name or f"shared:{root}"
         self.failures: Failures = failures
         self.writable = writable
-        self._trust = trust
+        self.refuses = trust
 
     def read(self, name: str, limit: int) -> bytes:
         return read_file(self.root / name, limit)
@@ -65,9 +65,6 @@ class DirectoryLayer:
         with contextlib.suppress(OSError):
             return (self.root / name).stat().st_mtime
         return 0.0
-
-    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        return self._trust(manifest, signature)
 
     def store(self, entry: Entry) -> None:
         """Publish an entry; raises OSError, after which a reader finds a whole entry or a miss."""

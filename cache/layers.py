@@ -112,18 +112,15 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """For events and for `Entry.layer`."""
-        ...
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes at a relative name. Raises FileNotFoundError or another OSError.
 
         Reads at most about `limit` bytes; the caller checks that they are right.
         """
-        ...
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         """Why an entry of this place may not be loaded, or None."""
-        ...
 
 
 class CacheLayer(Source, Protocol):
@@ -140,11 +137,9 @@ class CacheLayer(Source, Protocol):
 
         For reports; a lookup never lists. Raises OSError.
         """
-        ...
 
     def store(self, entry: Entry) -> None:
         """Publish an entry; raises OSError. Only called if `writable`."""
-        ...
 
 
 def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_any) -> Entry | Miss:

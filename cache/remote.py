@@ -71,7 +71,7 @@ class RemoteLayer:
         self.name = f"remote:{url}"
         self.failures: Failures = failures
         self.writable = write_back
-        self._trust = trust
+        self.refuses = trust
         self._signer = signer
         self._seconds = seconds or RemoteSeconds()
         self._seconds_left = self._seconds.total
@@ -79,9 +79,6 @@ class RemoteLayer:
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
         self.leased: set[str] = set()  # entries that this process alone makes now
-
-    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        return self._trust(manifest, signature)
 
     def read(self, name: str, limit: int) -> bytes:
         if limit == 0:
@@ -111,7 +108,7 @@ class RemoteLayer:
     def store(self, entry: Entry) -> None:
         manifest = entry.manifest
         signature = self._signer.sign(manifest) if self._signer else entry.signature
-        if reason := self._trust(manifest, signature):
+        if reason := self.refuses(manifest, signature):
             raise PermissionError(f"its readers would refuse the entry: {reason}")
         name = entry_name(manifest.kind, manifest.key.digest)
         if name in self.leased:

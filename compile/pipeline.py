@@ -62,9 +62,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
     """
     with gc_paused():
         with request.events.span("cache.key", level=logging.INFO):
-            compiler = compiler_for(
-                request.config.code, request.dump_dir, request.cache, request.events
-            )
+            compiler = compiler_for(request)
             key = _bundle_key(request, compiler)
         if isinstance(key, BundleMiss):
             result: NoBundle | BundleMiss = key
@@ -86,9 +84,8 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
 
 def without_bundle(request: CompileRequest) -> NoBundle:
     """What is needed to compile a model of which the stored bundle cannot be used."""
-    compiler = compiler_for(request.config.code, request.dump_dir, request.cache, request.events)
     key = trace_key(request.model, request.config, request.device, request.examples)
-    return NoBundle(request, key, compiler, None)
+    return NoBundle(request, key, compiler_for(request), None)
 
 
 def compile_missing(missing: NoBundle) -> CompiledModel:
@@ -157,8 +154,7 @@ def _compile(
         from .plan.split_model import conditions_of, plan_of, split_model
 
     splits = split_model(traces, events)
-    compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
-    compiled = compile_pieces(request, splits, compiler, executor)
+    compiled = compile_pieces(request, splits, compiler_for(request), executor)
     with events.span("plan", level=logging.INFO):
         plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
         for n, (each, split) in enumerate(zip(plan.traces(), splits, strict=True)):

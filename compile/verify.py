@@ -33,7 +33,7 @@ COMPARED = (
 """The parts of a plan that follow from the trace. Ranges, proofs and other checks come later."""
 
 
-def first_difference(request: CompileRequest, plan: Plan) -> str | None:
+def trace_difference(request: CompileRequest, plan: Plan) -> str | None:
     """How a new trace differs from the one that `plan` was made from; None if it does not.
 
     Names the first piece and node that differ, with the user's line. It is traced without the

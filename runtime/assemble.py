@@ -40,8 +40,7 @@ from .parts.ranks.ranks import Ranks as Ranks
 from .parts.regions.part import RegionsPart
 from .parts.seal.part import SealPart
 from .parts.starts.background import Background
-from .parts.starts.first_code import first_code
-from .parts.starts.part import StartsPart
+from .parts.starts.part import StartsPart, first_code
 from .parts.starts.verification import Verification
 from .parts.strategies.ledger import MemoryPlan as MemoryPlan
 from .parts.strategies.part import StrategiesPart

@@ -41,7 +41,7 @@ LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
 PART = f"{CHECKS}/part.py"
 PADDED = f"{LIVE}/test_padding_forms.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
-DELAYED_STEP, DELAYED_GRAPH = f"{REPLAY}/delayed_code.py", f"{REPLAY}/delayed_graph.py"
+DELAYED_STEP = DELAYED_GRAPH = f"{REPLAY}/delayed_code.py"
 TAPE, BACKENDS = f"{REPLAY}/tape_graph.py", "tests/runtime/test_backends.py"
 DEVICES = "tests/torch_compat/test_devices.py"
 BLOCKS, DEFRAGMENTER = "tools/engine/block_manager.py", "tests/tools/test_defragmenter.py"
@@ -58,7 +58,7 @@ TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
 PROOF, RUNS, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "step_runs", "row_trials"))
 COVERAGE, COVERED = "runtime/parts/proof/coverage.py", "tests/runtime/test_proof_coverage.py"
-FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
+FIRST, SET_UP = f"{CAPTURE}/dummy_batch.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
 PARTITION, CUT = "torch_compat/compiling/partition.py", "tests/compile/test_partitions.py"
 TOLD_AT_START = "tests/runtime/test_told_at_start.py"
@@ -207,7 +207,7 @@ MUTANTS = [
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
-    (STEPS, "if graph is None or each.written or each.label in code.owned_inputs", "",
+    (STEPS, "if graph is None or each.written or each.label in code.inputs.owned", "",
      f"{DELAYED} -k in_place"),
     (STEPS, "each.written or ", "", f"{DELAYED} -k step_writes"),
     (STEPS, "if code.fits(*args, **kwargs)", "if True", f"{SEVERAL} -k thousand"),
@@ -216,7 +216,8 @@ MUTANTS = [
     (BINDING, "tests += [f\"not isinstance", "[f\"not isinstance", f"{SEVERAL} -k no_form"),
     ("runtime/parts/proof/cause.py", "runs.graphs(decision.descriptor.axes)", "captured",
      f"{SEVERAL} -k leaves_service"),
-    ("compile/plan/join_plans.py", "_from(low, s)", "s", f"{SEVERAL} -k least_number"),
+    ("compile/plan/join_plans.py", "_symbols(plan, low=low)", "plan.symbols",
+     f"{SEVERAL} -k least_number"),
     ("compile/plan/compiled_model.py", "(self.plan, *self.plan.forms)", "(self.plan,)",
      f"{SEVERAL} -k thousand"),
     ("tools/bisect/search.py", "case = of_one_form(case)", "pass", f"{SEVERAL} -k bisect"),
@@ -227,7 +228,7 @@ MUTANTS = [
     (STEPS, "copied()  # every input is read in place", "pass", f"{DELAYED} -k after_the_copies"),
     (f"{REPLAY}/backend.py", "return HostCopies(is_open)", "return HostCopies(lambda: False)",
      f"{FAITHFUL} -k copy_from_the_host"),
-    ("runtime/parts/seal/monitor.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
+    ("runtime/parts/seal/part.py", "classes.setdefault(own, ", "str(", f"{BACKENDS} -k close"),
     (BATCH, "fork_rng(devices, device_type=device_type)", "fork_rng([])", f"{DEVICES} -k restored"),
     ("compile/bundle/key_factors.py", '"is": stable_text(stated)', '"is": ""', f"{DEVICES} -k f6"),
     ("tools/engine/engine.py", "self.prepared.reads_done().synchronize()", "pass",
@@ -270,8 +271,9 @@ MUTANTS = [
      f"{BUCKETS} -k bad_line"),
     ("dispatch/plan.py", "tuple(index[i] for i in phase.order if i in index)", "phase.order",
      f"{BUCKETS} -k one_full_graph"),
-    (f"{STRATEGY}/shares.py", "max(0, taken(i) or 0)", "(taken(i) or 0)", f"{SHARES} -k both_ways"),
-    (f"{STRATEGY}/shares.py", "if all(taken(i) is not None for i in others):", "if True:",
+    (f"{STRATEGY}/graph_memory.py", "max(0, taken(i) or 0)", "(taken(i) or 0)",
+     f"{SHARES} -k both_ways"),
+    (f"{STRATEGY}/graph_memory.py", "if all(taken(i) is not None for i in others):", "if True:",
      f"{SHARES} -k golden"),
     (f"{STRATEGY}/graph_memory.py", "= dict.fromkeys(self.impossible, 0)", "= {}",
      f"{SHARES} -k beyond"),
@@ -377,7 +379,7 @@ MUTANTS = [
     (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
      "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
      f"{RECORDER} -k not_replayed"),
-    (PART, "[*checks, self._addresses(name, relied.addresses)]", "checks",
+    (PART, "[*checks, self._addresses(name, relied.addresses, IN_TURN)]", "checks",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
     (MODEL, "            self.bind()\n        if metadata_for",
@@ -490,7 +492,7 @@ MUTANTS = [
     ),
     (OBSERVER, 'self._noting.seldom(f"{path}.{name}", value)', "pass", f"{STEP_READS} -k a_module"),
     (READS, "self._seldom.pop(path, None)", "pass", f"{STEP_READS} -k a_module"),
-    (f"{CHECKS}/tensor_reads.py", "if is_read and", "if False and",
+    (f"{CHECKS}/step_reads.py", "if is_read and", "if False and",
      f"{STEP_READS} -k kind_of_change"),
     (OBSERVER, "if self._nothing_stands_in:", "if False:", f"{STEP_READS} -k own_branch"),
     (f"{CAPTURE}/recorder.py", "if self.breaks in notes.kept.compared:", "if True:",

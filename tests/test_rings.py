@@ -23,7 +23,7 @@ class Ring(NamedTuple):
 
 
 RINGS = {
-    "observers": Ring(56, 94, "events runtime.core.records runtime.core.report runtime.core.usage"),
+    "observers": Ring(53, 91, "events runtime.core.records runtime.core.report runtime.core.usage"),
     "log": Ring(1, 3, "runtime.parts.log"),
     "conditions": Ring(21, 51, "compile.conditions torch_compat.tracing.inlined"),
     "step checks": Ring(1, 1, "runtime.parts.checks"),

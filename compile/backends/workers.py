@@ -64,8 +64,7 @@ def workers_for(request: CompileRequest) -> Iterator[Executor | None]:
     """What compiles beside this process for a model that is about to be traced: the executor of
     the program, or a pool that ends with the block; or None."""
     count = number_of_workers(request.device, request.serving)
-    code = request.config.code
-    compiler = compiler_for(code, request.dump_dir, request.cache, request.events)
+    compiler = compiler_for(request)
     if not compiler.in_workers or not (count or request.executor):
         yield None
         return

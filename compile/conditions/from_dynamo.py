@@ -19,19 +19,21 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
-from ...torch_compat.basics.modules import CALL_METHODS
+from ...torch_compat.basics.modules import CALL_METHODS, called_function
+from ...torch_compat.basics.ops import op_name, triton_call
 from ...torch_compat.basics.settings import is_settings
 from ...torch_compat.tracing.dynamo import COMPILED_FUNCTION, Captured
+from ..ir.locations import node_location
+from ..ir.ops import is_custom
 from .bytecode import attribute_names, global_names, probed_names, with_nested
 from .conditions import Conditions, ConditionTree
-from .from_graph import add_called_code
-from .kinds import IDENTITY, TYPE, VALUE, kind_of_guard
+from .kinds import CALLED_OP, FUNCTION, IDENTITY, INLINED_OP, TYPE, VALUE, kind_of_guard
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
-from .places import GLOBAL_HOOKS, HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
+from .places import GLOBAL_HOOKS, HOOK_TABLES, MODEL, OPS, Step, called_as, encoded_key, reader
 from .torch_functions import OF_TORCH, TENSOR, all_nodes, names_read
 from .values import (
     VERSIONED,
@@ -181,7 +183,7 @@ class _TraceConditions:
         """Conditions on the code of each function that was inlined, as loaded in this process."""
         for name in sorted({"forward", called_as(self.model)}):
             self.tree.add(MODEL, [name], "code")
-        forward = forward_function(self.model)
+        forward = called_function(self.model)
         if isinstance(forward, types.FunctionType):
             method = ["__func__"] if hasattr(self.model.forward, "__func__") else []
             for name in ("__defaults__", "__kwdefaults__"):
@@ -400,3 +402,44 @@ def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Ste
                 step: Step = ["item", index]
                 inside = (*place, "__closure__", step, "cell_contents")
                 waiting.append((cell.cell_contents, inside))
+
+
+def add_called_code(
+    tree: ConditionTree, graph: GraphModule, model: torch.nn.Module, splits: Callable[[Node], bool]
+) -> Iterator[str]:
+    """Add a condition for each custom op, Triton kernel and Python function that a traced graph
+    calls; yields what cannot be described.
+
+    Of a splitting op, which is called and not compiled, only the schema and the fake implementation
+    count.
+    """
+    for node in all_nodes(graph):
+        try:
+            if is_custom(node.target):
+                steps = op_name(node.target).split("::")
+                tree.add(OPS, steps, CALLED_OP if splits(node) else INLINED_OP)
+            elif (function := _function(node)) is not None:
+                innermost = _innermost(function)
+                root, name = str(innermost.__module__), innermost.__qualname__
+                if reader(root, name.split("."), model)() is not function:
+                    raise Undescribable(f"function {root}:{name}", "cannot be located by its name")
+                tree.add(root, name.split("."), FUNCTION)
+        except Undescribable as error:
+            yield f"{error} ({node_location(node)})"
+
+
+def _function(node: Node) -> Any:
+    """The Triton kernel or the user's function that a node calls; None if it calls neither."""
+    if launch := triton_call(node):
+        return launch[0]
+    target: Any = node.target
+    home = getattr(target, "__globals__", {}).get("__name__") or getattr(target, "__module__", "")
+    ignored = not hasattr(target, "__code__") or str(home).partition(".")[0] in VERSIONED
+    return None if ignored else target
+
+
+def _innermost(kernel: Any) -> Any:
+    """The function of a Triton kernel: an autotuner holds a kernel, which holds a function."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...cache.keys.environment import VARIABLES
+from ...torch_compat.basics.modules import called_function
 from ...torch_compat.tracing.dynamo import Captured
 from .expressions import parsed
 from .places import (
@@ -32,7 +33,6 @@ from .places import (
     called_as,
     encoded_key,
     follow,
-    forward_function,
     spelled,
 )
 
@@ -216,7 +216,7 @@ class Locator:
         arguments = self.captured.local_scope
         if name in arguments:
             return Located(arguments[name], None)
-        forward = forward_function(self.model)
+        forward = called_function(self.model)
         code = getattr(forward, "__code__", None)
         if code is None or name not in code.co_freevars:
             raise LookupError(name)  # of the function that replaces a partial

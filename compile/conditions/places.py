@@ -59,7 +59,7 @@ def root_value(root: str, model: torch.nn.Module) -> Any:
     if root == MODEL:
         return model
     if root == GLOBALS:
-        return forward_function(model).__globals__
+        return called_function(model).__globals__
     if root == OPS:
         return torch.ops
     if (module := sys.modules.get(root)) is not None:
@@ -147,7 +147,7 @@ def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:
     """A place as a person would write it: `model.layers.0.act.__self__.k`."""
     if root == OPS:
         return f"op {'::'.join(map(str, steps))}"
-    named = {MODEL: "model", GLOBALS: str(forward_function(model).__module__)}
+    named = {MODEL: "model", GLOBALS: str(called_function(model).__module__)}
     name, above = named.get(root, root), None
     for step in steps:
         if step not in CONTAINERS:
@@ -173,10 +173,5 @@ def _spelled_step(name: str, step: Step, is_name: bool) -> str:
 
 
 def called_as(model: torch.nn.Module) -> str:
-    """The attribute of the model that leads to its `forward_function`."""
+    """The attribute of the model that leads to its `called_function`."""
     return "__call__" if called_function(model) is type(model).__call__ else "forward"
-
-
-def forward_function(model: torch.nn.Module) -> Any:
-    """The function that a call of the model runs, unbound."""
-    return called_function(model)

@@ -65,6 +65,8 @@ class GuardProof:
     method: str
     failing: tuple[dict[str, int], ...] = ()
     failures: int | None = 0
+    ran_wrongly: bool = False
+    """Whether the code gives wrong results at a size for which the guard fails."""
 
 
 def prove(expression: sympy.Basic, ranges: Ranges) -> GuardProof:
@@ -300,7 +302,7 @@ class GuardProver:
         points = ({symbols[name]: size for name, size in f.items()} for f in proof.failing)
         wrong = next(filter(None, (run({**least, **point}) for point in points)), None)
         how = "run at the sizes it fails for" + (f": {wrong}" if wrong else "")
-        return replace(proof, holds=wrong is None, method=how)
+        return replace(proof, holds=wrong is None, method=how, ran_wrongly=wrong is not None)
 
     def _error(self, guard: Guard, proof: GuardProof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))
@@ -309,7 +311,7 @@ class GuardProver:
             str(tuple(f.values()) if len(f) > 1 else next(iter(f.values()))) for f in proof.failing
         )
         count = str(proof.failures or "more")
-        refuted = f"; {proof.method}" if proof.method.startswith("run") else ""
+        refuted = f"; {proof.method}" if proof.ran_wrongly else ""
         return GuardUnproved(
             where=guard.where,
             expression=guard.expression,

@@ -29,17 +29,13 @@ def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> P
             raise IntervalsDiffer(low=low, high=high, part=part, change=change)
     written = {item.path for plan in plans for item in plan.inputs if item.written}
     low, high = intervals[0][0], intervals[-1][1]
-    symbols = (
-        s.model_copy(update={"low": low, "high": high}) if s.label == TOKENS else s
-        for s in main.symbols
-    )
     return main.model_copy(
         update={
             "inputs": tuple(
                 item.model_copy(update={"written": item.path in written}) for item in main.inputs
             ),
             "weights": _weights(main, others),
-            "symbols": tuple(symbols),
+            "symbols": _symbols(main, low=low, high=high),
             "others": tuple(others),
         }
     )
@@ -54,15 +50,13 @@ def join_forms(plans: Sequence[Plan]) -> Plan:
         return plans[0]
     lows = (s.low for plan in plans for s in plan.symbols if s.label == TOKENS)
     low = max(lows, default=1)
-    main, *others = (
-        plan.model_copy(update={"symbols": tuple(_from(low, s) for s in plan.symbols)})
-        for plan in plans
-    )
+    main, *others = (plan.model_copy(update={"symbols": _symbols(plan, low=low)}) for plan in plans)
     return main.model_copy(update={"weights": _weights(main, others), "forms": tuple(others)})
 
 
-def _from(low: int, symbol: Symbol) -> Symbol:
-    return symbol.model_copy(update={"low": low}) if symbol.label == TOKENS else symbol
+def _symbols(plan: Plan, **limits: int) -> tuple[Symbol, ...]:
+    """Those of `plan` with other limits of the number of tokens."""
+    return tuple(s.model_copy(update=limits) if s.label == TOKENS else s for s in plan.symbols)
 
 
 def _weights(main: Plan, others: Sequence[Plan]) -> tuple[Weight, ...]:

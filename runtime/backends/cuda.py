@@ -67,12 +67,8 @@ class CudaGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, topology: str) -> None:
         self.topology = topology
+        self.operations = nodes
         self._graph = graph
-        self._nodes = nodes
-
-    @property
-    def operations(self) -> int:
-        return self._nodes
 
     @property
     def replay(self) -> Callable[[], None]:

@@ -36,7 +36,9 @@ from ...torch_compat.basics.ops import (
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
     StorageWeakRef,
+    alias_of,
     inner_tensors,
+    part_of_storage,
     storage_id,
     weak_storage,
     without_modes,
@@ -53,7 +55,7 @@ class Found:
 
     storage: UntypedStorage
     dtype: torch.dtype
-    place: tuple[Any, Sequence[int], Sequence[int]]  # offset, size, strides
+    part: tuple[Any, Sequence[int], Sequence[int]]
     original: ReferenceType[Tensor]
     address: int
     baked: bool
@@ -62,9 +64,7 @@ class Found:
     """The user's line that read it, of a value that was baked."""
 
     def alias(self) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            alias = torch.empty(0, dtype=self.dtype, device=self.storage.device)
-            return alias.set_(self.storage, *self.place)
+        return alias_of(self.storage, self.dtype, self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,7 @@ class Ownership:
         for tensor in tensors:
             identity = storage_id(tensor)
             if identity not in self._made and identity not in self._found:
-                place = tensor.storage_offset(), tensor.size(), tensor.stride()
-                held = tensor.untyped_storage(), tensor.dtype, place
+                held = tensor.untyped_storage(), tensor.dtype, part_of_storage(tensor)
                 baked = bakes(tensor)
                 line = where() if baked else None
                 found = Found(*held, ref(tensor), tensor.data_ptr(), baked, line)

@@ -54,8 +54,6 @@ class BoundRecording:
     """A recording with its static inputs, see `BoundGraph`. Loaders and results are kept per real
     size, the last 256."""
 
-    __slots__ = ("_by_size", "_inputs", "_plan", "_recording")
-
     def __init__(self, recording: Recording, inputs: BoundInputs, plan: Plan) -> None:
         self._recording = recording
         self._inputs = inputs

@@ -80,7 +80,7 @@ def ops_of(run: Callable[[], object]) -> OpLog:
     return log
 
 
-def first_difference(noted: OpLog, run: Callable[[], object], plain: OpLog) -> str | None:
+def line_of_difference(noted: OpLog, run: Callable[[], object], plain: OpLog) -> str | None:
     """The line of the first operator that differs, None if none does.
 
     What differs from `run` to `run` by itself, such as memory that each makes, is none.

@@ -37,7 +37,7 @@ from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
-from .op_log import first_difference, ops_of
+from .op_log import line_of_difference, ops_of
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
@@ -214,7 +214,7 @@ class Recorder:
             finally:
                 self._noted_run = None
                 notes.finish()
-            where = first_difference(noted, run, plain)
+            where = line_of_difference(noted, run, plain)
             if where is None:
                 break
             if notes.kept.whole:

@@ -61,11 +61,6 @@ class Recording:
     graphs.
     """
 
-    __slots__ = (
-        "allocated", "bytes", "calls", "graphs", "metadata", "name", "notes", "outputs",
-        "ownership", "replay", "seconds", "segments",
-    )  # fmt: skip
-
     def __init__(
         self, name: str, segments: list[Segment], graphs: list[Graph], ownership: Ownership
     ) -> None:

@@ -72,7 +72,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         ]
     for index, item in enumerate(plan.inputs):
         names[f"u{index}"] = (item.label, _form(item, plan))
-        names[f"d{index}"] = _torch_dtype(item)
+        names[f"d{index}"] = decode({"torch": item.dtype})
         rank = f"len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
         body.append(
             f"if not plain({item.name}) or {item.name}.dtype is not d{index}"
@@ -279,10 +279,6 @@ def _made(text: str, name: str, names: dict[str, Any]) -> Any:
     namespace = dict(names)
     exec(compile(text, f"<piecegraph {name}>", "exec"), namespace)
     return namespace[name]
-
-
-def _torch_dtype(item: UserInput) -> Any:
-    return decode({"torch": item.dtype})
 
 
 def _device_test(item: UserInput) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,24 +31,6 @@ class ModelCode:
     The first time that it runs a number of tokens, forms of what splitting ops return are compared.
     """
 
-    __slots__ = (
-        "_backend",
-        "_checked",
-        "_hooks",
-        "_laid_out",
-        "_ran",
-        "arguments",
-        "call",
-        "checks",
-        "compiled",
-        "fits",
-        "inputs",
-        "min_num_tokens",
-        "pack",
-        "signature",
-        "token_symbol",
-    )
-
     compiled: CompiledModel
     call: Code
     checks: tuple[CheckStep, ...]
@@ -61,7 +43,9 @@ class ModelCode:
         self._backend = backend
         self._hooks: Hooks | None = None
         plan = compiled.plan
-        self._laid_out = laid_out(plan) if compiled.traced else _any_layout
+        self._laid_out: Callable[..., bool] = (
+            laid_out(plan) if compiled.traced else lambda *tensors: True
+        )
         self.signature = inspect.signature(compiled.model.forward)
         self.arguments = binder(plan, self.signature)
         self.fits = fits(plan, self.signature)
@@ -83,11 +67,6 @@ class ModelCode:
         if hooks is not self._hooks:
             self._hooks = hooks
             self.bind(self.compiled)
-
-    @property
-    def owned_inputs(self) -> frozenset[str]:
-        """Names of the inputs that graphs read where the engine has them."""
-        return frozenset(self.inputs.owned)
 
     def run(self, tensors: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
         """Run one step. Inputs of other strides than compiled code relies on are copied."""
@@ -171,7 +150,3 @@ def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tu
 
 def _closed(*args: Any, **kwargs: Any) -> Any:
     raise ModelClosed()
-
-
-def _any_layout(*tensors: Any) -> bool:
-    return True

@@ -18,6 +18,11 @@ Exchange = Callable[[str, Facts], list[dict[str, Any]]]
 """Sends facts (JSON) on a topic to all ranks and returns those of each rank, by rank."""
 
 
+def by_rank(stated: list[dict[str, Any]], fact: str) -> list[str]:
+    """A fact of each rank that states one."""
+    return [f"rank {rank}: {facts[fact]}" for rank, facts in enumerate(stated) if facts[fact]]
+
+
 def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
     """The exchange of a single process."""
     return [dict(facts)]
@@ -54,9 +59,7 @@ class CaptureAgreement:
         """What all ranks state here; one that is elsewhere in the capture has failed in it."""
         facts = {"at": at, "ms": ms, "bytes": num_bytes, "reason": reason}
         stated = self._exchange(self._topic, facts)
-        failed = [
-            f"rank {rank}: {one['reason']}" for rank, one in enumerate(stated) if one["reason"]
-        ]
+        failed = by_rank(stated, "reason")
         if not failed and len({one["at"] for one in stated}) > 1:
             failed = [f"rank {rank} is at {one['at']}" for rank, one in enumerate(stated)]
         longest, most = (max(one[name] for one in stated) for name in ("ms", "bytes"))

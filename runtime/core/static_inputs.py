@@ -149,8 +149,6 @@ class BoundInputs:
     writes to.
     """
 
-    __slots__ = ("_inputs", "_padded", "filled", "views", "written", "written_in_place")
-
     def __init__(
         self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
     ) -> None:

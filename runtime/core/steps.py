@@ -264,7 +264,7 @@ class StepRunner:
             each.label
             for code in codes
             for each in code.compiled.plan.inputs
-            if graph is None or each.written or each.label in code.owned_inputs
+            if graph is None or each.written or each.label in code.inputs.owned
         )
 
     def copied(self) -> DeviceEvent:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.plan import Plan
-from piecegraph.compile.verify import first_difference
+from piecegraph.compile.verify import trace_difference
 from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
 
@@ -60,7 +60,7 @@ def difference(model: nn.Module, plan: Plan) -> str | None:
     settings = Config(compiler="text", max_num_tokens=64, inputs=X, splitting_ops=MIX)
     events = Events()
     request = CompileRequest(model, compile_config(settings), Cache(None, events), events, CPU)
-    return first_difference(request, plan)
+    return trace_difference(request, plan)
 
 
 @pytest.fixture

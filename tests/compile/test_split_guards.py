@@ -12,7 +12,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import Compiler, CompileRequest
 from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.compile.verify import first_difference
+from piecegraph.compile.verify import trace_difference
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardUnproved, IntervalsDiffer
 from piecegraph.events import Events
@@ -147,7 +147,7 @@ def test_a_second_start_neither_traces_nor_compiles(tmp_path, monkeypatch):
     for size in BOUNDARIES:
         x = torch.randn(size, 8)
         torch.testing.assert_close(step(x)[0], model(x))
-    assert first_difference(request, made.plan) is None
+    assert trace_difference(request, made.plan) is None
 
 
 def of_table(table):
@@ -171,7 +171,7 @@ def test_verification_compares_each_trace(tmp_path, monkeypatch):
         ([(8, 2.0)], "it has 3 traces, the model has 2 now"),
         ([(8, 2.0), (32, 3.0)], "high=32 now"),
     ):
-        found = first_difference(replace(request, model=of_table(table)), made.plan)
+        found = trace_difference(replace(request, model=of_table(table)), made.plan)
         assert difference in str(found)
 
 

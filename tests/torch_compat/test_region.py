@@ -46,7 +46,7 @@ def test_what_tells_tensors_and_sources_apart():
 
 def test_results_of_nodes_are_compared_by_form():
     import_dynamo()
-    from piecegraph.torch_compat.faster.equal_layers.copies import form_of_node
+    from piecegraph.torch_compat.faster.equal_layers.calls import form_of_node
 
     def node(*results):
         made = torch.fx.Graph().call_function(torch.relu, ())

@@ -122,8 +122,7 @@ def call_kernel(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Call the kernel of `op` for the device of its tensors: modes see the ops inside, not `op`."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     key = torch._C._dispatch_key_for_device(tensors[0].device.type if tensors else "cpu")
-    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
-    return op.redispatch(keys, *args, **kwargs)
+    return run_kernel(op, key, args, kwargs)
 
 
 def custom_op_function(name: str) -> Callable[..., Any] | None:

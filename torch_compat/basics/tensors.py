@@ -185,8 +185,7 @@ def faked_again(tensor: Tensor, fake_mode: Any) -> Tensor:
     base = whole(tensor)
     with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place = (base.storage_offset(), base.size(), base.stride())
-        alias.set_(tensor.untyped_storage(), *place)
+        alias.set_(tensor.untyped_storage(), *part_of_storage(base))
         if base is not tensor:
             alias = alias.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         fake: Tensor = fake_mode.from_tensor(alias)
@@ -245,9 +244,18 @@ def unowned_alias(tensor: Tensor) -> Tensor:
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
+    return alias_of(memory, tensor.dtype, part_of_storage(tensor))
+
+
+def part_of_storage(tensor: Tensor) -> tuple[Any, Sequence[int], Sequence[int]]:
+    """Offset, size and strides of `tensor` in its storage."""
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def alias_of(storage: Any, dtype: torch.dtype, part: tuple[Any, ...]) -> Tensor:
+    """A part of a storage as a tensor that may be written in any mode."""
     with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *part)
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
@@ -297,10 +305,7 @@ def opaque_source(value: Any) -> tuple[str, dict[str, type]]:
 
 def normal_alias(tensor: Tensor) -> Tensor:
     """The memory of an inference tensor as a tensor that may be written in any mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        return alias.set_(tensor.untyped_storage(), *place)
+    return alias_of(tensor.untyped_storage(), tensor.dtype, part_of_storage(tensor))
 
 
 def write_back(tensor: Tensor, content: Tensor, dim: int = 0, rows: Tensor | None = None) -> None:

@@ -63,22 +63,23 @@ def inductor_compile(
 
     Also returns the C++ libraries that it uses.
     """
+    with named_libraries() as libraries:
+        return _compiled(graph, inputs, options, aot=True), libraries
+
+
+def _compiled(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], **form: Any
+) -> Any:
     from torch._inductor import standalone_compile
 
-    with (
-        repaired_lowering(),
-        partitioned(graph, options),
-        _traced_sizes(graph),
-        named_libraries() as libraries,
-    ):
-        artifact = standalone_compile(
+    with repaired_lowering(), partitioned(graph, options), _traced_sizes(graph):
+        return standalone_compile(
             graph,
             inputs,
             dynamic_shapes="from_tracing_context",
             options={"config_patches": options},
-            aot=True,
+            **form,
         )
-    return artifact, libraries
 
 
 @contextmanager
@@ -100,16 +101,7 @@ def inductor_compile_to(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
 ) -> None:
     """Compile `graph` and write its generated code to `folder`, as files that can be edited."""
-    from torch._inductor import standalone_compile
-
-    with repaired_lowering(), partitioned(graph, options), _traced_sizes(graph):
-        artifact = standalone_compile(
-            graph,
-            inputs,
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": options},
-        )
-        artifact.save(path=folder, format="unpacked")
+    _compiled(graph, inputs, options).save(path=folder, format="unpacked")
 
 
 def inductor_load_from(folder: str) -> Callable[[list[Any]], Any]:

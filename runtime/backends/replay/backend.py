@@ -25,8 +25,7 @@ from torch import Tensor
 from ....compile.plan.compiled_model import CompiledModel
 from ..ownership import Ownership
 from ..protocol import BoundGraph, Code, Memory, Replay
-from .delayed_code import delayed_code
-from .delayed_graph import delayed_replay
+from .delayed_code import delayed_code, delayed_replay
 from .host_copies import HostCopies
 from .tape import Tape, poison
 from .tape_graph import TapeGraph

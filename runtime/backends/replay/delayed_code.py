@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....compile.ir.ops import tensors_in
 from ....compile.ir.plan import Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
-from ....torch_compat.basics.tensors import without_modes
+from ....torch_compat.basics.tensors import storage_id, without_modes
 from ...forward_context import CURRENT, ForwardContext, forward_context
 from ...tensors_by_path import tensors_by_path
+from ..protocol import BoundGraph, Mark, Replay, Sizes
 from .tape import poison
+from .tape_graph import TapeGraph
 from .work_queue import WorkQueue
 
 
@@ -142,3 +145,35 @@ def _empty_results(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
             return poison(torch.empty(dims, dtype=getattr(torch, dtype)))
 
     return tuple(empty(result.dtype, result.name, result.shape) for result in plan.results)
+
+
+def delayed_replay(queue: WorkQueue, compiled: CompiledModel, graph: BoundGraph) -> Replay:
+    """Replays `graph` in the queue: the copies of inputs, each of its graphs and each splitting op
+    are one part of the queued work."""
+
+    def replay(tensors: tuple[Any, ...], sizes: Sizes, copied: Mark) -> Sequence[Any]:
+        if not delays(queue):
+            return graph.replay(tensors, sizes, copied)
+        load, fresh = graph.at(sizes)
+        step = DelayedStep(queue, compiled, tensors)
+        step.put(partial(load, tensors), tensors, tensors, graph.copied_inputs)
+        copied()
+        results = tensors_in(graph.outputs)
+        in_place = [*tensors, *step.metadata]
+        for call in graph.calls:
+            tape = getattr(call, "__self__", None)
+            if not isinstance(tape, TapeGraph):  # a splitting op
+                step.put(call, (), step.metadata, results)
+                continue
+            tape.check_inputs()
+            memory = set(map(storage_id, tape.reads))
+            compared = [each for each in in_place if storage_id(each) in memory]
+            step.put(tape.run, tape.reads, compared, results)
+        graph.copy_back(tensors)
+        queue.overwritten(results, step.name)
+        made = [result() for result in fresh]
+        for result in tensors_in(made):
+            queue.made(result, step.name)
+        return made
+
+    return replay

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
@@ -35,14 +36,12 @@ CHECKED_PER_STEP = 2
 is noticed within n / 2 steps, or immediately when a step or `refresh` compares all."""
 
 
+@dataclass(slots=True)
 class _Watched:
     """A name, and how to read the place of the tensor that it refers to now."""
 
-    __slots__ = ("name", "read")
-
-    def __init__(self, name: str, read: Read) -> None:
-        self.name = name
-        self.read = read
+    name: str
+    read: Read
 
 
 class Addresses:
@@ -51,8 +50,6 @@ class Addresses:
     `changes` counts events after which sampling is not enough: a name was given to another tensor,
     or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
-
-    __slots__ = ("_parts", "_place", "_watched", "address", "changes")
 
     def __init__(self, address: Callable[[Tensor], int]) -> None:
         def place(tensor: Tensor) -> Place:
@@ -92,19 +89,20 @@ class Addresses:
             except (AttributeError, TypeError):
                 return None
 
-        parts = list(_attributes(read()))
-        self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
-        for label, part in zip(self._parts[name], parts, strict=True):
-            self._watch(label, partial(place_of, part))
+        self._watch_parts(name, read(), lambda part: partial(place_of, part))
 
     def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
         those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
         for name, tensor in (dict(named_weights(module)) if weights is None else weights).items():
-            parts = list(_attributes(tensor))
-            self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
-            for label, part in zip(self._parts[name], parts, strict=True):
-                self._watch(label, place_reader(module, name, self.address, part))
+            self._watch_parts(name, tensor, partial(place_reader, module, name, self.address))
+
+    def _watch_parts(self, name: str, tensor: Tensor, reads: Callable[[str], Read]) -> None:
+        """Watch what holds the memory of `tensor`; `reads` gives what reads the place of a part."""
+        parts = list(_attributes(tensor))
+        self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
+        for label, part in zip(self._parts[name], parts, strict=True):
+            self._watch(label, reads(part))
 
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
@@ -124,8 +122,6 @@ class Addresses:
 
 class Snapshot:
     """The places that one recording, or the compiled code without a graph, relies on."""
-
-    __slots__ = ("_addresses", "_entries", "_in_turn", "_of_graph", "_trusted", "values")
 
     def __init__(
         self, addresses: Addresses, watched: Iterable[_Watched], of_graph: bool = True
@@ -186,8 +182,6 @@ class Snapshot:
 class HostValue:
     """A tensor on the host whose value a graph has, and the user's line that read it."""
 
-    __slots__ = ("_tensor", "_then", "name", "where")
-
     def __init__(self, name: str, tensor: Tensor, where: str | None) -> None:
         self.name = name
         self.where = where
@@ -238,8 +232,6 @@ class MetadataAddresses:
     of four times as many as there are. In every other step METADATA_PER_STEP are compared, in turn;
     layers that share a tensor count as one.
     """
-
-    __slots__ = ("_all", "_every", "_expected", "_in_turn", "_names", "_steps")
 
     def __init__(
         self,

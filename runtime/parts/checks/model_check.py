@@ -35,8 +35,6 @@ Checked = Callable[[], Iterator[BrokenCondition | None]]
 class ModelCheck:
     """Checks the model by `checked`, except at the places in `accepted`."""
 
-    __slots__ = ("_accepted", "_checked", "_due", "_places")
-
     def __init__(self, checked: Checked, accepted: set[str]) -> None:
         self._checked = checked
         self._accepted = accepted

@@ -25,8 +25,6 @@ _LONG = 1000
 class ModuleState:
     """The state of `model` at the time of the call."""
 
-    __slots__ = ("_model", "_then")
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._then = dict(_state(model))
@@ -50,8 +48,6 @@ class ModuleState:
 
 class _Object:
     """An object by its identity, without keeping it alive where Python allows that."""
-
-    __slots__ = ("_text", "_value")
 
     def __init__(self, value: Any) -> None:
         self._text = getattr(value, "__name__", type(value).__name__)

@@ -113,21 +113,19 @@ class ChecksPart(Part):
         if graph is None:
             # nothing is emulated where no graph is planned, and a replaced weight is told at once
             in_turn = not self._asked_for_all and not self._core.steps.dispatcher.plan.entries
-            return [*checks, self._addresses("addresses of weights", self._of_code, in_turn)]
+            name = "addresses of weights"
+            return [*checks, self._addresses(name, self._of_code, IN_TURN, in_turn)]
         relied = self._graphs[graph.index]
         if relied.reads is not None:
             check = relied.reads.check if self._in_turn else relied.reads.check_all
             checks.append(Check("what Python read, by class and value", check))
         if relied.metadata is not None:
             name = "addresses of metadata and layers"
-            if self._in_turn:
-                checks.append(Check(name, relied.metadata.check_step, METADATA_IN_TURN))
-            else:
-                checks.append(Check(name, relied.metadata.check_all, EACH_STEP))
+            checks.append(self._addresses(name, relied.metadata, METADATA_IN_TURN))
         name = "addresses of weights and watched tensors"
         if relied.addresses.values:
             name += ", values on the host"
-        return [*checks, self._addresses(name, relied.addresses)]
+        return [*checks, self._addresses(name, relied.addresses, IN_TURN)]
 
     def code_replaced(self, code: ModelCode) -> None:
         if code is not self._code:
@@ -208,10 +206,12 @@ class ChecksPart(Part):
         self._code = self._model = None
         self._memory = {}
 
-    def _addresses(self, name: str, snapshot: Snapshot, in_turn: bool = False) -> Check:
+    def _addresses(
+        self, name: str, places: Snapshot | MetadataAddresses, often: str, in_turn: bool = False
+    ) -> Check:
         if self._in_turn or in_turn:
-            return Check(name, snapshot.check_step, IN_TURN)
-        return Check(name, snapshot.check_all, EACH_STEP)
+            return Check(name, places.check_step, often)
+        return Check(name, places.check_all, EACH_STEP)
 
     def _compare_all(self) -> None:
         """In the next step of each graph."""

@@ -52,7 +52,7 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self:
             return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
 
-    def first_difference(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
+    def first_other_row(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
         """The line of the first op of which a row is another one in the padded run."""
         for (where, alone), (_, rows) in zip(self.ops, padded.ops, strict=False):
             for one, other in zip(alone, rows, strict=False):

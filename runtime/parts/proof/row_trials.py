@@ -157,7 +157,7 @@ class Trials:
         with suppress(Exception):  # the source of a piece may not run as it is
             self._run(_SEEDS[0], real, real, ops=alone)
             self._run(_SEEDS[0], real, padded, extreme=True, ops=whole)
-        return alone.first_difference(whole, other_size) or alone.written_at
+        return alone.first_other_row(whole, other_size) or alone.written_at
 
     def _moved(self, seed: int, real: Sizes, padded: Sizes) -> Callable[[], _Outcome] | None:
         """The padded run with padding that points to a real row, if the user states where padding

@@ -16,7 +16,7 @@ from ....compile.warm import Loaded, NoBundle
 from ....errors import ModelMismatch
 from ...core.exchange import Exchange
 from ...core.records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
-from .tracing_thread import NotKnown, TracingThread, beside_steps
+from .tracing_thread import NotKnown, TracingThread, beside_steps, reason_of
 
 
 class Background:
@@ -87,8 +87,7 @@ class Background:
         return self._failure(str(outcome))
 
     def _failed(self, error: Exception) -> str:
-        known = isinstance(error, NotKnown)
-        return self._failure(str(error) if known else f"{type(error).__name__}: {error}")
+        return self._failure(reason_of(error))
 
     def _failure(self, failure: str) -> str:
         not_stored = self._compile_records.not_stored()
@@ -120,7 +119,7 @@ class Libraries:
         return self._over(apart.compile.not_stored())
 
     def _failed(self, error: Exception) -> str:
-        return self._over(f"{type(error).__name__}: {error}")
+        return self._over(reason_of(error))
 
     def _over(self, reason: str) -> str:
         """Compiled code goes on serving, whatever the reason."""

@@ -11,27 +11,35 @@ Cost: while a thread works, one look at it per step, else none. Switch:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from ....compile.ir.compilation import CompileRequest
-from ....compile.pipeline import without_bundle
+import torch
+
+from ....cache import Cache, Entry, Key
+from ....cache.settings import VerifyBundle
+from ....compile.bundle.bundle import put_aside
+from ....compile.eager_model import uncompiled_model
+from ....compile.ir.compilation import BundleMiss, CompileRequest
+from ....compile.ir.locations import first_line
+from ....compile.pipeline import compile_missing, compile_model, find_model, without_bundle
+from ....compile.plan.codegen import failed_piece
 from ....compile.plan.compiled_model import CompiledModel
-from ....config import BundleUse
+from ....config import BundleUse, Config
 from ....dispatch import Batch
-from ....errors import ModelClosed
+from ....errors import ModelClosed, PiecegraphError
 from ...capture.capture_all import Progress
 from ...core.allowed_work import allow_compilation
 from ...core.code import ModelCode
-from ...core.records import Stale, Switched
+from ...core.records import BundleFailed, Records, Stale, Switched
 from ...core.report import verified
 from ...core_model import CoreModel
 from ...part import CaptureSet, Part, Run
 from ...setup.model_policy import Policy
 from .background import Background, Libraries
-from .bundle_failures import note_failure
 from .tracing_thread import CLOSE_S, PATIENCE_S, WAIT_S
 from .verification import Verification, stale
 
@@ -255,3 +263,71 @@ class StartsPart(Part):
         if self._refused:
             difference = self._core.environment.records.of(Stale)[0].difference
             raise stale(self._request, difference)
+
+
+def first_code(
+    request: CompileRequest, config: Config, records: Records
+) -> tuple[CompiledModel, Background | Verification | None]:
+    """The code to start with, and what runs beside its steps."""
+    serves = config.compile and config.bundle in (BundleUse.SERVE, BundleUse.SERVE_AHEAD)
+    found = find_model(request) if serves else compile_model(request)
+    if isinstance(found, BundleMiss):
+        records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
+        found = compile_model(request)
+    if isinstance(found, CompiledModel):
+        if not (found.from_bundle and config.cache):
+            return found, None
+        verification = Verification(request, found.plan, records)
+        if config.cache.verify_bundle is VerifyBundle.BACKGROUND:
+            return found, verification
+        if config.cache.verify_bundle is VerifyBundle.OFF:
+            return found, None
+        if (refusal := verification.refusal()) is None:
+            return found, None
+        if config.bundle is BundleUse.FORCE:
+            raise stale(request, refusal)
+        found = without_bundle(request)
+    if serves:
+        return uncompiled_model(request), Background(found, records, request.exchange)
+    return compile_missing(found), None
+
+
+FAILED = "failed"
+"""Kind of the cache entries that note a bundle which failed."""
+
+
+def note_failure(
+    error: BaseException, compiled: CompiledModel, cache: Cache, records: Records
+) -> None:
+    """Note an error of compiled code that came from a bundle; the second puts the bundle aside.
+
+    The first is noted in the cache, for all machines that share a writable layer. One start counts
+    once: a device that is broken fails in each step. What raises in an op between pieces, lacks
+    memory or is one of our errors is no fault of a bundle.
+    """
+    bundle = records.compile.bundle
+    if not compiled.from_bundle or bundle is None or bundle.digest is None:
+        return
+    if records.of(BundleFailed):
+        return
+    for cause in _causes(error):
+        piece = failed_piece(cause)
+        if piece is None or isinstance(cause, PiecegraphError | torch.OutOfMemoryError):
+            continue
+        reason = f"piece {piece} failed when it ran: {type(cause).__name__}: {first_line(cause)}"
+        key = Key.of("trace", {"bundle": bundle.digest})
+        again = isinstance(cache.lookup(FAILED, key, count=False), Entry)
+        if again:
+            put_aside(cache, compiled.plan, compiled.model, reason)
+        else:
+            cache.publish(FAILED, key, {}, {})
+        records.add(BundleFailed(bundle.digest, reason, again))
+        outcome = "it is put aside" if again else "it is put aside if another start fails in it"
+        error.add_note(f"In the code of bundle {bundle.digest[:12]}: {outcome}.")
+        return
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -23,7 +23,7 @@ from ....torch_compat.basics.settings import TorchState
 from ....torch_compat.tracing.first_imports import import_alone, import_tracer
 from ....torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 from ...core.allowed_work import allow_compilation
-from ...core.exchange import Exchange
+from ...core.exchange import Exchange, by_rank
 from ...core.records import Records
 
 SWITCH_INTERVAL_S = 0.0001
@@ -54,6 +54,11 @@ class WorkEnded(BaseException):
 
 class NotKnown(Exception):
     """A try told nothing, for the reason given."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a try failed, or told nothing."""
+    return str(error) if isinstance(error, NotKnown) else f"{type(error).__name__}: {error}"
 
 
 class TracingThread:
@@ -128,8 +133,7 @@ class TracingThread:
         if self._exchange is not None:
             own = {"ended": ended, "failure": failure, "expired": expired}
             stated = self._exchange(self._name, own)
-            failures = [f"rank {i}: {o['failure']}" for i, o in enumerate(stated) if o["failure"]]
-            failure = "; ".join(failures)
+            failure = "; ".join(by_rank(stated, "failure"))
             ended = all(other["ended"] for other in stated)
             expired = any(other["expired"] for other in stated)
         self.failure = failure

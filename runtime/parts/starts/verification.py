@@ -12,9 +12,10 @@ import time
 from ....compile.ir.compilation import CompileRequest
 from ....compile.ir.plan import Plan
 from ....errors import BundleStale
+from ...core.exchange import by_rank
 from ...core.records import NotVerified, Records, Stale, Verified
 from ...core.report import verified
-from .tracing_thread import NotKnown, TracingThread, beside_steps
+from .tracing_thread import NotKnown, TracingThread, beside_steps, reason_of
 
 LATEST_START_S = 5.0
 """A trace begins when the model is ready, and at most so long after `prepare`."""
@@ -53,16 +54,13 @@ class Verification:
         refusal = difference if self._records.of(Stale) else verified(self._records)
         if self._request.exchange is None:
             return None if refusal is True else str(refusal)
-        stated = self._request.exchange("verified bundle", {"refusal": refusal})
-        found = [
-            f"rank {i}: {o['refusal']}" for i, o in enumerate(stated) if o["refusal"] is not True
-        ]
+        own = {"refusal": "" if refusal is True else str(refusal)}
+        found = by_rank(self._request.exchange("verified bundle", own), "refusal")
         return found[0] if found else None
 
     def _failed(self, error: Exception) -> str:
         """Nothing is known yet, or for good: no failure."""
-        known = isinstance(error, NotKnown)
-        self._records.add(NotVerified(str(error) if known else f"{type(error).__name__}: {error}"))
+        self._records.add(NotVerified(reason_of(error)))
         return ""
 
     def _verify(self) -> str:
@@ -83,14 +81,14 @@ class Verification:
 
     def _compared(self) -> tuple[str, float]:
         """The first difference, or nothing, and the seconds that it took."""
-        from ....compile.verify import first_difference
+        from ....compile.verify import trace_difference
 
         began, apart = time.perf_counter(), Records()
         request = beside_steps(self._request, apart, self.thread)
         name = f"verification of {type(request.model).__qualname__}"
         try:
             with apart.events.trace_unit(None, name):
-                difference = first_difference(request, self._plan)
+                difference = trace_difference(request, self._plan)
         finally:
             self._records.counters["dynamo_traces"] += apart.counters["dynamo_traces"]
         return difference or "", round(time.perf_counter() - began, 3)

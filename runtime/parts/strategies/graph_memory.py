@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from ....dispatch import DispatchPlan, RuntimeMode
+from ....dispatch import CapturePhase, DispatchPlan, RuntimeMode
 from ...core.exchange import Exchange
 from ...core.records import ForecastAccuracy, Records
 from .forecast import Forecast, Graph
-from .shares import within_shares
 from .wanted import GraphState
 
 WORST_FIT = 0.1
@@ -223,3 +222,34 @@ def prune(
         else:
             dropped.append(best)
     return dropped[::-1]
+
+
+def within_shares(
+    phases: Sequence[CapturePhase],
+    limit: float,
+    taken: Callable[[int], float | None],
+    estimate: Callable[[int], float],
+) -> Iterator[int]:
+    """The graphs to capture, each phase in its order and within its share of `limit` bytes.
+
+    A graph that does not fit is passed over, since a later one may. What is left of the limit goes
+    to a phase once the others are complete. `taken` gives the bytes of a graph, None until it is
+    captured, which is before the next graph is asked for; `estimate` what it would take. A graph
+    whose capture released memory counts as none.
+    """
+
+    def bytes_of(*graphs: int) -> float:
+        return sum(max(0, taken(i) or 0) for i in graphs)
+
+    def fitting(phase: CapturePhase, left: float) -> Iterator[int]:
+        for i in phase.order:
+            if taken(i) is None and estimate(i) < left:
+                yield i
+                left -= bytes_of(i)
+
+    for phase in phases:
+        yield from fitting(phase, phase.share * limit - bytes_of(*phase.order))
+    for phase in phases:
+        others = [i for other in phases if other is not phase for i in other.order]
+        if all(taken(i) is not None for i in others):
+            yield from fitting(phase, limit - bytes_of(*phase.order, *others))

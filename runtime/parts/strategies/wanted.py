@@ -41,11 +41,6 @@ class GraphState:
     `bytes` and `launches` are those of its recording, `hits` counts how often it was wanted.
     """
 
-    __slots__ = (
-        "blocked", "bytes", "captured", "dropped", "failures", "hits", "kept", "launches",
-        "retry_at",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self.captured = self.kept = self.dropped = self.blocked = False
         self.hits = self.failures = self.retry_at = self.bytes = self.launches = 0

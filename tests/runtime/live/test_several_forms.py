@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from piecegraph import Axis, Batch, Config, PreparedModel, prepare
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
-from piecegraph.compile.verify import first_difference
+from piecegraph.compile.verify import trace_difference
 from piecegraph.config import compile_config
 from piecegraph.errors import (
     ArgumentFixed,
@@ -313,10 +313,10 @@ def test_verification_compares_each_form(tmp_path):
         Decoder(), config, Cache(None, Events()), Events(), torch.device("cpu")
     )
     plan = prepared.compiled.plan
-    assert first_difference(request, plan) is None
-    assert "result * 2" in str(first_difference(replace(request, model=Scaled()), plan))
+    assert trace_difference(request, plan) is None
+    assert "result * 2" in str(trace_difference(replace(request, model=Scaled()), plan))
     two = replace(request, config=replace(config, inputs=FORMS[:2]))
-    assert first_difference(two, plan) == "it has 3 traces, the model has 2 now"
+    assert trace_difference(two, plan) == "it has 3 traces, the model has 2 now"
 
 
 class Scaled(Decoder):

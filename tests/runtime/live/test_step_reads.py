@@ -31,7 +31,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import AllCapturesFailed, OutsideStep, ReadNotKept, StaleContext
-from piecegraph.runtime.capture.op_log import first_difference, ops_of
+from piecegraph.runtime.capture.op_log import line_of_difference, ops_of
 from piecegraph.runtime.parts.checks.step_reads import StepReads
 from piecegraph.torch_compat.basics.tensors import without_modes
 
@@ -535,5 +535,5 @@ def test_memory_that_compiled_code_makes_is_no_other_operator():
         x.zero_()
 
     plain = ops_of(run)
-    assert first_difference(ops_of(partial(run, True)), run, plain) is None
-    assert first_difference(ops_of(lambda: torch.ones(2)), run, plain) is not None
+    assert line_of_difference(ops_of(partial(run, True)), run, plain) is None
+    assert line_of_difference(ops_of(lambda: torch.ones(2)), run, plain) is not None

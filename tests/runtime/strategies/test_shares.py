@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from piecegraph.dispatch import Bucket, BucketMemory, RuntimeMode, bucket_plan
 from piecegraph.runtime.parts.strategies.forecast import Forecast, ModeForecast
-from piecegraph.runtime.parts.strategies.graph_memory import GraphMemory
-from piecegraph.runtime.parts.strategies.shares import within_shares
+from piecegraph.runtime.parts.strategies.graph_memory import GraphMemory, within_shares
 
 FULL = RuntimeMode.FULL
 BUCKETS = [
