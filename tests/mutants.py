@@ -23,7 +23,8 @@ CURVES, QUEUE = f"{STRATEGIES}/test_memory_curves.py", f"{STRATEGIES}/test_strat
 LOOP, LIFETIMES = "tests/runtime/test_engine_loop.py -k 24", "tests/runtime/test_lifetimes.py"
 SHARED = f"{LIVE}/test_shared_memory.py"
 STATIC, RECORDER = "tests/runtime/test_static_inputs.py", "tests/runtime/test_recorder.py"
-POISON = "tests/runtime/test_replay_backend.py -k failure_27"
+RECORDED = "tests/runtime/test_replay_backend.py"
+POISON = f"{RECORDED} -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
 CAPTURE, CORE, REPLAY = "runtime/capture", "runtime/core", "runtime/backends/replay"
 CHECKS, STRATEGY, STARTS = (f"runtime/parts/{n}" for n in ("checks", "strategies", "starts"))
@@ -485,13 +486,26 @@ MUTANTS = [
             ("if not tensor.numel():", "if False:"),
             ('noting.value(f"bytes({path})", bytes(value))', "noting.identity(path, value)"),
             ("not isinstance(hashed, _HASHES) and", "False and"),
+            ('getattr(value, "__dict__", None):', "False:"),
             ("return repr(dict(self))", "return dict.__repr__(self)"),
             ("return repr(SimpleNamespace(**vars(self)))", "return super().__repr__()"),
             ("and vars(self) == vars(other)", "and super().__eq__(other)"),
         )
     ),
-    (OBSERVER, 'self._noting.seldom(f"{path}.{name}", value)', "pass", f"{STEP_READS} -k a_module"),
-    (READS, "self._seldom.pop(path, None)", "pass", f"{STEP_READS} -k a_module"),
+    (OBSERVER, "name in _OF_ANY_MODULE:", "name not in ():", f"{STEP_READS} -k a_module"),
+    (OBSERVER, "fall_back = _of_module", "pass", f"{STEP_READS} -k a_module"),
+    (READS, "self._seldom.values.pop(each, None)", "pass", f"{STEP_READS} -k a_module"),
+    (READS, "self._compare(self._seldom, facts)", "pass", f"{STEP_READS} -k a_module"),
+    (READS, "if not _is_exact(value):", "if False:", f"{STEP_READS} -k kind_of_change"),
+    (READS, "if not isinstance(value, float) or value == value:", "if True:",
+     f"{STEP_READS} -k equals_nothing"),
+    (OBSERVER, "self._of_class(kind)", "pass", f"{STEP_READS} -k unseen"),
+    (OBSERVER, "self._of_class(value)", "pass", f"{STEP_READS} -k unseen"),
+    (OBSERVER, "self._statics(value)", "pass", f"{STEP_READS} -k unseen"),
+    (OBSERVER, "not _has_content(kind):", "False:", f"{STEP_READS} -k C_code"),
+    (f"{REPLAY}/tape.py", "del self.operations[recorded:]", "return result",
+     f"{RECORDED} -k kernel_in_c"),
+    ("torch_compat/basics/ops.py", ' and not has(_key("CPU"))', "", f"{RECORDED} -k kernel_in_c"),
     (f"{CHECKS}/step_reads.py", "if is_read and", "if False and",
      f"{STEP_READS} -k kind_of_change"),
     (OBSERVER, "if self._nothing_stands_in:", "if False:", f"{STEP_READS} -k own_branch"),

@@ -142,6 +142,28 @@ def test_an_op_without_operators_inside_is_one_operation(library):
     assert (graph.operations, result.tolist()) == (1, [10, 10, 10])
 
 
+def normalized(x: Tensor) -> Tensor:
+    result: Tensor = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0]
+    return result
+
+
+def linear(x: Tensor) -> Tensor:
+    arguments = x.t().contiguous().t(), torch.ones(3, 3), None, "relu", [], ""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
+    return result
+
+
+@pytest.mark.parametrize("kernel", [normalized, linear])
+def test_a_kernel_in_c_that_calls_operators_is_recorded_itself(kernel):
+    if kernel is linear and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no mkldnn")
+    x = torch.randn(4, 3)
+    graph, result = capture(kernel, x)
+    x.copy_(torch.randn(4, 3))
+    graph.replay()
+    assert_close(result, kernel(x))
+
+
 def test_views_of_every_kind_follow_their_base():
     def step(x):
         y = x * 1

@@ -201,6 +201,11 @@ def python_for_all_devices(op: Any) -> str | None:
     return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
+def is_in_python(op: OpOverload) -> bool:
+    """Whether the kernel of `op` for a CPU is Python code."""
+    return not {"CPU", "CompositeExplicitAutograd"}.isdisjoint(_python_kernels(op))
+
+
 def _python_kernels(op: OpOverload) -> dict[str, tuple[str, str]]:
     """File and line of the Python code that registered each kernel of `op`, by dispatch key."""
     known: str = torch._C._dispatch_dump(str(op._name))
@@ -298,8 +303,12 @@ def _dummy(kind: str) -> Any:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether `op` is only a composition of other operators."""
-    return op.has_kernel_for_dispatch_key(_key("CompositeImplicitAutograd"))
+    """Whether `op` is only a composition of other operators.
+
+    Of `native_batch_norm` and others that have a kernel, torch notes a decomposition beside it.
+    """
+    has = op.has_kernel_for_dispatch_key
+    return has(_key("CompositeImplicitAutograd")) and not has(_key("CPU"))
 
 
 def is_python_op(op: torch._ops.OpOverload) -> bool:

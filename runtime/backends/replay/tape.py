@@ -22,7 +22,9 @@ from ....torch_compat.basics.ops import (
     COLLECTIVES,
     OpOverload,
     awaited,
+    is_composite,
     is_higher_order,
+    is_in_python,
     returns_nothing,
 )
 from ....torch_compat.basics.tensors import (
@@ -67,8 +69,12 @@ class Tape(TensorTracker):
         self._save(written)
         recorded = len(self.operations)
         result = self.run(func, args, kwargs)
-        if len(self.operations) > recorded or torch.Tag.inplace_view in func.tags:
+        if torch.Tag.inplace_view in func.tags:
             return result
+        if len(self.operations) > recorded:
+            if is_composite(func) or is_in_python(func):
+                return result
+            del self.operations[recorded:]  # a kernel in C++ does more than call operators
         fresh = self.fresh(result, used)
         acts = written or returns_nothing(func)
         if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):

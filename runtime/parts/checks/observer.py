@@ -13,6 +13,7 @@ them apart, by `type(x) is dict`, is given the object itself, of which all is no
 
 from __future__ import annotations
 
+import builtins
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from types import (
     FunctionType,
     MappingProxyType,
     MethodType,
+    ModuleType,
     SimpleNamespace,
 )
 from typing import Any, NoReturn, Protocol
@@ -45,6 +47,8 @@ _ARRAY_FORM = ("dtype", "shape", "typecode", "format")
 """Attributes of arrays of numpy and of the standard library."""
 _HASHES = (FunctionType, type(None))
 """A class with one of these compares its objects in Python, or not by their content."""
+_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_TABLES = ("_parameters", "_buffers", "_modules")
 _READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
 """Attributes through which `vars` and `copy` read all others."""
 
@@ -61,8 +65,9 @@ class Noting(Protocol):
     def identity(self, path: str, value: Any) -> None:
         """Of an object that nothing else can compare."""
 
-    def seldom(self, path: str, value: Any) -> None:
-        """Of an attribute of a module, of which there are many and few change."""
+    rarely: bool
+    """Whether what is noted now is held by a module or a class, of which there are many and few
+    change."""
 
     def changes_itself(self, path: str) -> None:
         """What was read was written, too: by code that a graph does not run."""
@@ -89,7 +94,8 @@ class Observer:
         self._paths = {id(root): ""}
         self._stand_ins: dict[int, Any] = {}
         self._written = set[tuple[int, Any]]()
-        self._held = [root]  # identities are unique while the objects live
+        self._of_modules = set[int]()
+        self._held: list[Any] = [root]  # identities are unique while the objects live
         self._kinds = {type(root)}
 
     def open(self) -> None:
@@ -104,7 +110,8 @@ class Observer:
 
     def forget(self) -> None:
         """Observe nothing any more. A stand-in may outlive the capture."""
-        for holds in (self._paths, self._stand_ins, self._written, self._held, self._kinds):
+        held = (self._paths, self._stand_ins, self._written, self._of_modules, self._held)
+        for holds in (*held, self._kinds):
             holds.clear()
 
     @contextmanager
@@ -114,6 +121,8 @@ class Observer:
         thread, self._thread = self._thread, 0
         try:
             own = get_ident() != thread or (id(obj), name) in self._written
+            if not own:
+                self._noting.rarely = id(obj) in self._of_modules
             yield None if own else self._paths.get(id(obj))
         finally:
             self._thread = thread
@@ -132,11 +141,11 @@ class Observer:
                 self._noting.bound(f"{path}.{name}", value)
                 return value
             if isinstance(value, _METHODS) and (value.__self__ is obj or value.__self__ is kind):
+                if isinstance(value, BuiltinMethodType) and not _has_content(kind):
+                    self._noting.refuse(path, f"a {kind.__name__}, of which C code has a part")
                 return value  # what it reads is noted when it does
-            if isinstance(obj, nn.Module) and not isinstance(value, Tensor | list | tuple):
-                if isinstance(value, LEAVES) and not name.startswith("_"):
-                    self._noting.seldom(f"{path}.{name}", value)
-                return value  # else the model's own, as globals of its code are
+            if isinstance(obj, nn.Module) and name in _OF_ANY_MODULE:
+                return value
             return self._hand_out(f"{path}.{name}".lstrip("."), value)
 
     def missing(self, obj: Any, name: str) -> None:
@@ -148,8 +157,9 @@ class Observer:
     def wrote(self, obj: Any, name: Any) -> None:
         """An attribute or item was set: from now on it is not the step's."""
         self._written.add((id(obj), name))
-        if isinstance(obj, nn.Module) and id(obj) in self._paths:
-            self._noting.changes_itself(f"{self._paths[id(obj)]}.{name}")
+        if id(obj) in self._of_modules:
+            part = f"[{self._noting.key(name)}]" if isinstance(obj, dict) else f".{name}"
+            self._noting.changes_itself(self._paths[id(obj)] + part)
 
     def item(self, mapping: Mapping[Any, Any], key: Any, value: Any) -> Any:
         """An item was read: what the reader is given."""
@@ -178,6 +188,10 @@ class Observer:
         known = self._paths.get(id(value))
         if isinstance(value, LEAVES):
             noting.value(path, value)
+            if isinstance(value, type):
+                self._of_class(value)
+            elif not isinstance(value, Enum) and getattr(value, "__dict__", None):
+                self._attributes(path, value)
         elif isinstance(value, Tensor):
             self._tensor(path, value)
         elif known is not None and not isinstance(value, tuple):  # equal ones may be one
@@ -192,12 +206,12 @@ class Observer:
             noting.form(path, value)
             made = ObservedDict(self, value) if kind is dict else ObservedNamespace(value)
             self._stand_ins[id(value)] = made
-            self._paths[id(value)] = path
-            self._held.append(value)
+            self._know(path, value)
             self._keep(path, made)
             return made
         elif isinstance(value, nn.Module):
             noting.identity(path, value)
+            self._of_modules.add(id(value))
             self._keep(path, value)
         elif isinstance(value, _CONTAINERS):
             noting.form(path, value)
@@ -212,15 +226,13 @@ class Observer:
         if not tensor.numel():  # no memory to compare: a step has no rows either
             self._noting.value(f"{path}.numel()", 0)
         if id(tensor) not in self._paths:
-            self._paths[id(tensor)] = path
-            self._held.append(tensor)
+            self._know(path, tensor)
             if tensor.__dict__:
                 self._attributes(path, tensor)
 
     def _opaque(self, path: str, value: Any) -> None:
         """Note an object of a class, or what C code has made."""
         noting, kind = self._noting, type(value)
-        hashed: Any = kind.__hash__
         if hasattr(kind, "tobytes"):  # an array of numpy, which may not be installed
             noting.form(path, value)
             for name in filter(partial(hasattr, kind), _ARRAY_FORM):
@@ -234,12 +246,14 @@ class Observer:
             noting.value(f"bytes({path})", bytes(value))
         elif isinstance(value, ref | partial):
             noting.form(path, value)
-        elif not isinstance(hashed, _HASHES) and hashed is not object.__hash__:
+        elif _has_content(kind):
             noting.value(path, value)  # a date, a Decimal, a method: `==` of C code
         elif observed:
             noting.form(path, value)
         else:
             noting.identity(path, value)
+        if isinstance(value, ModuleType) and value is not builtins:
+            self._statics(value)
         for expression, part in _parts(value):
             self._whole(f"{path}{expression}", part)
 
@@ -279,12 +293,34 @@ class Observer:
 
     def _keep(self, path: str, value: Any) -> bool:
         """Observe an object from now on; whether that is possible."""
+        self._know(path, value)
+        kind = type(value)
+        observed = kind is not ObservedDict and _observe(kind, self)
+        if observed and kind not in self._kinds:
+            self._kinds.add(kind)
+            self._of_class(kind)
+        return observed
+
+    def _know(self, path: str, value: Any) -> None:
         self._paths[id(value)] = path
         self._held.append(value)
-        observed = type(value) is not ObservedDict and _observe(type(value), self)
-        if observed:
-            self._kinds.add(type(value))
-        return observed
+        if self._noting.rarely:
+            self._of_modules.add(id(value))
+
+    def _of_class(self, kind: type) -> None:
+        """Note what Python reads of a class unseen, as in `type(x).scale`."""
+        for base in kind.__mro__[:-1]:
+            self._statics(base)
+
+    def _statics(self, holder: Any) -> None:
+        """Note the plain attributes of a class or a Python module."""
+        rarely, self._noting.rarely = self._noting.rarely, True
+        stated = getattr(holder, "graph_constants", ())
+        for name, value in vars(holder).items():
+            plain = isinstance(value, LEAVES) and not isinstance(value, type)
+            if plain and name.isidentifier() and not name.startswith("__") and name not in stated:
+                self._noting.value(f"{self._noting.key(holder)}.{name}", value)
+        self._noting.rarely = rarely
 
     def _container(self, path: str, value: Any) -> Any:
         """Note all items; returns the container, or one with what stands in for its items."""
@@ -303,6 +339,13 @@ class Observer:
             made = kind._make(held) if hasattr(kind, "_make") else kind(held)
         self._stand_ins[id(value)] = made
         return made
+
+
+def _has_content(kind: type) -> bool:
+    """Whether `==` of C code, or the items that were noted, compare objects of a class."""
+    hashed: Any = kind.__hash__
+    compared = not isinstance(hashed, _HASHES) and hashed is not object.__hash__
+    return compared or issubclass(kind, _CONTAINERS)
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
@@ -361,6 +404,8 @@ def _hooks(
     own_read: Callable[..., Any] = kind.__getattribute__
     own_write: Callable[..., None] = kind.__setattr__
     fall_back = getattr(kind, "__getattr__", None)
+    if fall_back is nn.Module.__getattr__:
+        fall_back = _of_module
 
     def read(obj: Any, name: str) -> Any:
         try:
@@ -384,6 +429,15 @@ def _hooks(
             observer.wrote(obj, name)
 
     return read, write
+
+
+def _of_module(module: nn.Module, name: str) -> Any:
+    """As `nn.Module.__getattr__`, which reads all of the module's `__dict__`."""
+    held = object.__getattribute__(module, "__dict__")
+    for table in _TABLES:
+        if name in held.get(table, ()):
+            return held[table][name]
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
 
 class ObservedNamespace(SimpleNamespace):

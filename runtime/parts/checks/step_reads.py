@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
+from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -62,31 +63,27 @@ class StepReads:
         """The tensors that were read, until the graph is in use."""
         self.names: dict[str, Any] = {}
         """What paths refer to beside the facts of a step: keys of dicts."""
-        self._values: dict[str, Any] = {}
-        self._classes: dict[str, type] = {}
-        self._seldom: dict[str, Any] = {}
-        """Of attributes of modules; `_steps` counts the checks of others."""
+        self._each, self._seldom = _Read(), _Read()
+        """What each step compares; and what is held by modules and classes."""
+        self.rarely = False
         self._steps = 0
         self._bounds: dict[str, tuple[str, Any]] = {}
-        """Of a comparison in `_values` the path that is compared, and its bound."""
+        """Of a comparison the path that is compared, and its bound."""
         self._objects: dict[str, Any] = {}
-        """Of an identity in `_values` the object: while it lives no other has its identity."""
+        """Of an identity the object: while it lives no other has its identity."""
         self._places: dict[str, tuple[str, str]] = {}
         """By path: file:line and name of the function that reads it."""
         self._refused: ReadNotKept | None = None
         self._observer: Observer | None = None
-        self._differs: Callable[..., bool] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._values or self._classes or self._seldom)
+        return bool(self._places)
 
     def facts(self) -> dict[str, str]:
         """By path: the value or the class, and where it was read."""
-        read = (
-            self._values
-            | self._seldom
-            | {path: kind.__qualname__ for path, kind in self._classes.items()}
-        )
+        read: dict[str, Any] = {}
+        for each in (self._each, self._seldom):
+            read |= each.values | {path: kind.__qualname__ for path, kind in each.classes.items()}
         return {path: f"{value!r} at {self._places[path][0]}" for path, value in read.items()}
 
     def watch(self, context: ForwardContext) -> None:
@@ -118,11 +115,16 @@ class StepReads:
 
     def value(self, path: str, value: Any) -> None:
         if self._is_new(path):
-            self._values[path] = value
+            read = self._seldom if self.rarely else self._each
+            if not isinstance(value, float) or value == value:
+                read.values[path] = value
+            if not _is_exact(value):
+                self._places[text := f"repr({path})"] = self._places[path]
+                read.values[text] = repr(value)
 
     def form(self, path: str, value: Any) -> None:
         if self._is_new(path):
-            self._classes[path] = type(value)
+            (self._seldom if self.rarely else self._each).classes[path] = type(value)
             if isinstance(value, Tensor):
                 self.tensors[path] = value
 
@@ -130,12 +132,10 @@ class StepReads:
         self._objects[f"id({path})"] = value
         self.value(f"id({path})", id(value))
 
-    def seldom(self, path: str, value: Any) -> None:
-        if self._is_new(path):
-            self._seldom[path] = value
-
     def changes_itself(self, path: str) -> None:
-        self._seldom.pop(path, None)
+        for each in (path, f"repr({path})"):
+            self._seldom.values.pop(each, None)
+        self._seldom.classes.pop(path, None)
 
     def refuse(self, path: str, reason: str) -> NoReturn:
         self._is_new(path)
@@ -158,48 +158,33 @@ class StepReads:
 
     def check(self, context: ForwardContext, tensors: object = None) -> None:
         """Compare a step's. Raises StaleContext for what the graph has another of."""
-        if self._differs is None:
-            self._differs = self._comparison()
         facts = facts_of(context)
         self._steps += 1
-        if self._seldom and (self._steps <= STEPS_WITH_ALL or self._steps % ALL_EVERY == 0):
+        if self._steps <= STEPS_WITH_ALL or self._steps % ALL_EVERY == 0:
             self._compare(self._seldom, facts)
-        try:
-            if not self._differs(*facts):
-                return
-        except (AttributeError, LookupError, TypeError):  # metadata of another form
-            pass
-        self._compare(self._values, facts)
-        for path, kind in self._classes.items():
-            now = self._read(path, facts)
-            if type(now) is not kind:
-                self._raise(path, _Class(kind), now, facts)
+        self._compare(self._each, facts)
 
     def check_all(self, context: ForwardContext, tensors: object = None) -> None:
         """As `check` does in the first steps."""
         self._steps = 0
         self.check(context)
 
-    def _compare(self, values: Mapping[str, Any], facts: tuple[Any, ...]) -> None:
-        for path, value in values.items():
+    def _compare(self, read: _Read, facts: tuple[Any, ...]) -> None:
+        if read.differs is None:
+            read.differs = read.comparison(self.names)
+        try:
+            if not read.differs(*facts):
+                return
+        except (AttributeError, LookupError, TypeError):  # metadata of another form
+            pass
+        for path, value in read.values.items():
             now = self._read(path, facts)
             if now != value or type(now) is not type(value):
                 self._raise(path, value, now, facts)
-
-    def _comparison(self) -> Callable[..., bool]:
-        """One frame a step, which compares all."""
-        values, classes = ("".join(f"{p}, " for p in of) for of in (self._values, self._classes))
-        names = {
-            **self.names,
-            "VALUES": tuple(self._values.values()),
-            "CLASSES": (*map(type, self._values.values()), *self._classes.values()),
-        }
-        text = (
-            f"lambda {FACTS}: (v := ({values})) != VALUES"
-            f" or (*map(type, v), *map(type, ({classes}))) != CLASSES"
-        )
-        differs: Callable[..., bool] = eval(text, names)
-        return differs
+        for path, kind in read.classes.items():
+            now = self._read(path, facts)
+            if type(now) is not kind:
+                self._raise(path, _Text(f"a {kind.__qualname__}"), now, facts)
 
     def _read(self, path: str, facts: tuple[Any, ...]) -> Any:
         try:
@@ -216,6 +201,8 @@ class StepReads:
         elif path in self._bounds:
             path, bound = self._bounds[path]
             recorded, now = f"at most {bound}", self._read(path, facts)
+        elif path.startswith("repr("):
+            recorded, now, path = _Text(recorded), _Text(now), path[5:-1]
         while isinstance(recorded, list | tuple) and type(now) is type(recorded):
             pairs = enumerate(zip(recorded, now, strict=False))
             at = next((at for at, (one, other) in pairs if one != other), None)
@@ -238,14 +225,53 @@ class StepReads:
         return True
 
 
-class _Class:
-    """Prints as an object of a class."""
+class _Read:
+    """Values and classes by path, and what compares those of a step in one frame."""
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.classes: dict[str, type] = {}
+        self.differs: Callable[..., bool] | None = None
+
+    def comparison(self, names: Mapping[str, Any]) -> Callable[..., bool]:
+        values, classes = ("".join(f"{p}, " for p in of) for of in (self.values, self.classes))
+        names = {
+            **names,
+            "VALUES": tuple(self.values.values()),
+            "CLASSES": (*map(type, self.values.values()), *self.classes.values()),
+        }
+        text = (
+            f"lambda {FACTS}: (v := ({values})) != VALUES"
+            f" or (*map(type, v), *map(type, ({classes}))) != CLASSES"
+        )
+        differs: Callable[..., bool] = eval(text, names)
+        return differs
+
+
+_EXACT = (
+    str, bytes, int, type, Enum, type(None), torch.Size, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, MethodType, BuiltinMethodType,
+)  # fmt: skip
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a value of the same class that is equal is the same to any reader: 0.0 is -0.0, an
+    empty range is any other, and in lists 1 is True."""
+    if isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    if isinstance(value, float):
+        return bool(value) and value == value
+    return isinstance(value, _EXACT)
+
+
+class _Text:
+    """Prints as it is."""
+
+    def __init__(self, text: object) -> None:
+        self._text = str(text)
 
     def __repr__(self) -> str:
-        return f"a {self._kind.__qualname__}"
+        return self._text
 
 
 _FACTS = (bool, int, str, tuple, torch.dtype, torch.device, torch.layout)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from itertools import count
-from types import SimpleNamespace
+from random import Random
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -175,23 +177,37 @@ def test_an_attribute_of_a_layer_that_changes():
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.calls = 2.0, 0
+        self.scale, self.calls, self.impl, self._by_name = 2.0, 0, Inner(1.0), {"k": 1.0}
+        self.register_buffer("weight", torch.ones(2))
 
     def read(self) -> float:
         self.calls += 1
-        return self.scale
+        self.impl.calls = getattr(self.impl, "calls", 0) + 1
+        self._by_name["calls"] = self._by_name.get("calls", 0) + 1
+        return self.scale * self.impl.scale * self._by_name["k"] * self.weight.dim()
 
 
-def test_an_attribute_of_a_module_among_layers_that_changes():
+CHANGES_OF_A_MODULE: dict[str, Callable[[Any], object]] = {
+    "scale": lambda layer: setattr(layer, "scale", 3.0),
+    "impl.scale": lambda layer: setattr(layer.impl, "scale", 3.0),
+    "_by_name": lambda layer: layer._by_name.update(k=3.0),
+    "impl": lambda layer: setattr(layer, "impl", Slots(1, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_MODULE)
+def test_an_attribute_of_a_module_among_layers_that_changes(change):
     """What its own code counts is no change."""
     layer: Any = Scaled()
     read = READS["metadata.scale"]
     prepared = prepared_for(
         lambda m: read(m) * get_forward_context().layers["a"].read(), "FULL", layers={"a": layer}
     )
-    assert step(prepared, Metadata(2.0)).unique().tolist() == [9.0]
-    layer.scale = 3.0
-    with pytest.raises(StaleContext, match=r"read layers\['a'\]\.scale .* 2\.0, and 3\.0"):
+    for _ in range(2):
+        assert step(prepared, Metadata(2.0)).unique().tolist() == [9.0]
+        layer.read()
+    CHANGES_OF_A_MODULE[change](layer)
+    with pytest.raises(StaleContext, match=rf"read layers\['a'\]\.{change}"):
         step(prepared, Metadata(2.0))
 
 
@@ -366,6 +382,16 @@ def scaled(scale: float) -> Tensor:
     return tensor
 
 
+class Stated(float):
+    """A number with an attribute."""
+
+
+def stated(extra: int) -> Any:
+    number: Any = Stated(1)
+    number.extra = extra
+    return number
+
+
 SPACE = SimpleNamespace
 ONE, TWO, PART, KEYS = torch.ones(1), torch.ones(1), Inner(1.0), {"k": 1}
 CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
@@ -404,6 +430,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
     "a dtype": (lambda m: m.t.dtype, SPACE(t=torch.ones(2)), SPACE(t=torch.ones(2).half())),
     "a tensor has no rows": (lambda m: m.t, SPACE(t=torch.ones(0)), SPACE(t=torch.ones(3))),
     "an attribute of a tensor": (lambda m: m.t.scale, SPACE(t=scaled(1.0)), SPACE(t=scaled(2.0))),
+    "the sign of zero": (lambda m: math.copysign(1, m.n), SPACE(n=0.0), SPACE(n=-0.0)),
+    "an empty range": (lambda m: m.n.start, SPACE(n=range(0)), SPACE(n=range(5, 5))),
+    "a flag in a set": (lambda m: True in m.s, SPACE(s={1}), SPACE(s={True})),
+    "a key is a flag": (lambda m: [*m], {1: 2}, {True: 2}),
+    "an attribute of a number": (lambda m: m.n.extra, SPACE(n=stated(1)), SPACE(n=stated(2))),
     "printed": (lambda m: str(m), {"n": 1}, {"n": 2}),
     "a namespace printed": (lambda m: str(m.n), SPACE(n=SPACE(k=1)), SPACE(n=SPACE(k=2))),
     "a namespace compared": (lambda m: m.n == SPACE(k=1), SPACE(n=SPACE(k=1)), SPACE(n=SPACE(k=2))),
@@ -417,6 +448,35 @@ def test_each_kind_of_change_is_noticed(change):
     reads.check(ForwardContext({}, metadata=copy.copy(captured)))
     with pytest.raises(StaleContext):
         reads.check(ForwardContext({}, metadata=step))
+
+
+def test_a_number_that_equals_nothing_is_itself():
+    reads = noted(lambda m: m.n, SPACE(n=float("nan")))
+    reads.check(ForwardContext({}, metadata=SPACE(n=float("nan"))))
+
+
+class Unseen:
+    scale = 1.0
+
+
+LIBRARY: Any = ModuleType("library")
+LIBRARY.scale = 1.0
+UNSEEN: dict[str, tuple[Callable[[Any], object], Any]] = {
+    "of its class": (lambda m: type(m).scale, Unseen()),
+    "of a class": (lambda m: m.kind.scale, SPACE(kind=Unseen)),
+    "of a library": (lambda m: m.library.scale, SPACE(library=LIBRARY)),
+}
+
+
+@pytest.mark.parametrize("attribute", UNSEEN)
+def test_an_attribute_that_is_read_unseen_and_changes(attribute, monkeypatch):
+    read, metadata = UNSEEN[attribute]
+    reads, context = noted(read, metadata), ForwardContext({}, metadata=metadata)
+    reads.check(context)
+    for holder in (Unseen, LIBRARY):
+        monkeypatch.setattr(holder, "scale", 2.0)
+    with pytest.raises(StaleContext, match=r"\.scale of .* 1\.0, and 2\.0 in this step"):
+        reads.check(context)
 
 
 SAME = {"k": 1}
@@ -449,6 +509,11 @@ def test_code_that_asks_what_an_object_is_takes_its_own_branch(ask):
             assert step(prepared, metadata).unique().tolist() == [3.0]
             with pytest.raises(StaleContext):
                 step(prepared, SPACE(k=2, part=None))
+
+
+def test_an_object_that_C_code_has_a_part_of_is_refused():
+    with pytest.raises(AllCapturesFailed, match=r"metadata\.dice .*: a Random, of which C code"):
+        prepared_for(lambda m: m.dice.random(), "FULL", metadata=SPACE(dice=Random(1)))
 
 
 def test_an_iterator_is_refused_with_the_line_that_reads_it():
