@@ -492,6 +492,8 @@ MUTANTS = [
             ("and vars(self) == vars(other)", "and super().__eq__(other)"),
         )
     ),
+    (GRAPH, "copied or holds(result)", "holds(result)",
+     f"{LIVE}/test_written_inputs.py -k next_input"),
     (OBSERVER, "name in _OF_ANY_MODULE:", "name not in ():", f"{STEP_READS} -k a_module"),
     (OBSERVER, "fall_back = _of_module", "pass", f"{STEP_READS} -k a_module"),
     (READS, "self._seldom.values.pop(each, None)", "pass", f"{STEP_READS} -k a_module"),

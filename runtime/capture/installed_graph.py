@@ -83,9 +83,10 @@ class BoundRecording:
         load(tensors)
         copied()
         self._recording.replay()
+        fresh = (results[0](),) if len(results) == 1 else [each() for each in results]
         if self._inputs.written:
             self._inputs.copy_back(tensors)
-        return (results[0](),) if len(results) == 1 else [fresh() for fresh in results]
+        return fresh
 
     def _prepare(self, sizes: Sizes) -> tuple[Load, FreshResults]:
         if len(self._by_size) >= _MOST_KEPT:
@@ -96,20 +97,22 @@ class BoundRecording:
             name, size, most = (error.facts[fact] for fact in ("name", "size", "high"))
             raise BatchExceeded(name=name, size=size, most=most) from None
         real = real_results(self._plan, self._recording.outputs, sizes)
-        results = tuple(_fresh(result, self._inputs.holds(result)) for result in real)
+        copied, holds = bool(self._inputs.written), self._inputs.holds
+        results = tuple(_fresh(result, copied or holds(result)) for result in real)
         self._by_size[sizes] = load, results
         return load, results
 
 
-def _fresh(result: Any, of_input: bool) -> Callable[[], Any]:
+def _fresh(result: Any, copied: bool) -> Callable[[], Any]:
     """A function that returns `result`, a tensor each time as a new object.
 
     A view of a static input is copied: an engine that passes it on as an input of the next step
-    would find the next step's rows in it.
+    would find the next step's rows in it. So is each result of a model that writes to its inputs:
+    if an input is the last result, what is written to it would be in this result, too.
     """
     if not isinstance(result, Tensor):
         return partial(_same, result)
-    if of_input:
+    if copied:
         return result.clone
     # `data` makes the same new tensor as `detach`, in two thirds of the time
     static = normal_alias(result) if result.is_inference() else result

@@ -169,9 +169,9 @@ def delayed_replay(queue: WorkQueue, compiled: CompiledModel, graph: BoundGraph)
             memory = set(map(storage_id, tape.reads))
             compared = [each for each in in_place if storage_id(each) in memory]
             step.put(tape.run, tape.reads, compared, results)
-        graph.copy_back(tensors)
         queue.overwritten(results, step.name)
         made = [result() for result in fresh]
+        graph.copy_back(tensors)
         for result in tensors_in(made):
             queue.made(result, step.name)
         return made

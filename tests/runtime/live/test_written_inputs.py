@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
+from piecegraph import Batch, Config, PreparedModel, ReplayBackend, break_graph, prepare
 
 from ..conftest import strict_backend
 
@@ -62,7 +62,10 @@ def op(temporary_op: Callable[..., str]) -> str:
 
 
 def prepared_for(
-    model: nn.Module, buffers: dict[str, Tensor] | None = None, **settings: Any
+    model: nn.Module,
+    buffers: dict[str, Tensor] | None = None,
+    backend: ReplayBackend | None = None,
+    **settings: Any,
 ) -> PreparedModel:
     traced = not isinstance(model, Breaking)
     config = Config(
@@ -76,7 +79,8 @@ def prepared_for(
         cache=False,
         **{"compiler": "eager", **settings},
     )
-    prepared = prepare(model, config, backend=strict_backend(), input_buffers=buffers)
+    backend = backend or strict_backend()
+    prepared = prepare(model, config, backend=backend, input_buffers=buffers)
     prepared.capture()
     return prepared
 
@@ -111,6 +115,19 @@ def test_what_is_written_to_inputs_reaches_the_caller(model, strategy, mode):
     assert written(prepared) == {"x", "y"}
     modes = [same_as_model(prepared, model, size) for size in (8, 3, 1, 5, 8, 20)]
     assert modes == [mode] * 5 + ["NONE"]
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_result_may_be_the_next_input(mode, delay):
+    model, backend = Writing(), strict_backend(delay=delay)
+    prepared = prepared_for(model, backend=backend, graph_mode=mode)
+    result = expected = torch.randn(4, 4)
+    for _ in range(3):
+        y, z = torch.randn(2, 4, 4)
+        expected = model(expected.clone(), y.clone(), z)[0]
+        result = prepared(result, y, z, batch=decode(4))[0]
+        torch.testing.assert_close(result, expected)
 
 
 def test_what_generated_code_writes_reaches_the_caller_too():
