@@ -33,6 +33,7 @@ CODE, STEPS = f"{CORE}/code.py", f"{CORE}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{CHECKS}/address_checks.py", f"{CORE}/static_inputs.py"
 READS, OBSERVER, BINDING = f"{CHECKS}/step_reads.py", f"{CHECKS}/observer.py", f"{CORE}/binding.py"
+REPORTS = f"{LIVE}/test_reports.py"
 STEP_READS, CALL_FORM = f"{LIVE}/test_step_reads.py", f"{LIVE}/test_call_form.py"
 SEVERAL = f"{LIVE}/test_several_forms.py"
 PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
@@ -492,6 +493,16 @@ MUTANTS = [
             ("and vars(self) == vars(other)", "and super().__eq__(other)"),
         )
     ),
+    (f"{CAPTURE}/recorder.py", "if where is None:", "if where is None or notes.kept.whole:",
+     f"{STEP_READS} -k it_is_noted"),
+    (BINDING, "yield _differs(each, value),", "yield 'False',", f"{REPORTS} -k 33726"),
+    (BINDING, 'differs = f"{value} is not k{index}"', 'differs = "False"',
+     f"{REPORTS} -k 48648"),
+    (PART, "self._report_unwatched(graph, addressed | read.addresses())", "pass",
+     f"{REPORTS} -k 55341"),
+    ("dispatch/capture_sizes.py", "sizes.add(reach)", "pass", f"{REPORTS} -k 16049"),
+    ("cache/directory.py", "except RuntimeError:  # no HOME", "except OSError:  # no HOME",
+     f"{REPORTS} -k 44548"),
     (GRAPH, "copied or holds(result)", "holds(result)",
      f"{LIVE}/test_written_inputs.py -k next_input"),
     (OBSERVER, "name in _OF_ANY_MODULE:", "name not in ():", f"{STEP_READS} -k a_module"),

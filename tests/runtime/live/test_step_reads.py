@@ -511,6 +511,16 @@ def test_code_that_asks_what_an_object_is_takes_its_own_branch(ask):
                 step(prepared, SPACE(k=2, part=None))
 
 
+def test_code_that_asks_whether_it_is_noted_is_refused_with_its_line():
+    def asks(metadata: Any) -> float:
+        return 2.0 if type(metadata).__getattribute__ is object.__getattribute__ else 3.0
+
+    with pytest.raises(AllCapturesFailed, match="are noted it runs other operators") as caught:
+        prepared_for(asks, "FULL")
+    assert __file__ in str(caught.value)
+    assert "__getattribute__" not in vars(Metadata)
+
+
 def test_an_object_that_C_code_has_a_part_of_is_refused():
     with pytest.raises(AllCapturesFailed, match=r"metadata\.dice .*: a Random, of which C code"):
         prepared_for(lambda m: m.dice.random(), "FULL", metadata=SPACE(dice=Random(1)))
