@@ -40,7 +40,7 @@ PADDING, SAVED = f"{CORE}/padding.py", f"{CORE}/preserved.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = f"{STRATEGY}/capturer.py", "runtime/core_model.py"
 LIMITED, SERVICE = f"{STRATEGY}/memory_limit.py", f"{STARTS}/part.py"
-PART = f"{CHECKS}/part.py"
+PART, SHARED_MEMORY = f"{CHECKS}/part.py", f"{CHECKS}/shared_memory.py"
 PADDED = f"{LIVE}/test_padding_forms.py"
 QUEUED, DELAYED = f"{REPLAY}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP = DELAYED_GRAPH = f"{REPLAY}/delayed_code.py"
@@ -500,7 +500,8 @@ MUTANTS = [
      f"{REPORTS} -k 48648"),
     (PART, "self._report_unwatched(graph, addressed | read.addresses())", "pass",
      f"{REPORTS} -k 55341"),
-    ("dispatch/capture_sizes.py", "sizes.add(reach)", "pass", f"{REPORTS} -k 16049"),
+    (SHARED_MEMORY, "model.named_parameters(remove_duplicate=False)", "model.named_parameters()",
+     f"{WEIGHTS} -k tied"),
     ("cache/directory.py", "except RuntimeError:  # no HOME", "except OSError:  # no HOME",
      f"{REPORTS} -k 44548"),
     (GRAPH, "copied or holds(result)", "holds(result)",

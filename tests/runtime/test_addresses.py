@@ -10,6 +10,7 @@ from piecegraph.errors import MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.parts.checks.address_checks import Addresses
+from piecegraph.runtime.parts.checks.shared_memory import named_weights
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def model():
 @pytest.fixture
 def addresses(model):
     addresses = Addresses(ReplayBackend().address)
-    addresses.watch_module(model)
+    addresses.watch_module(model, dict(named_weights(model)))
     return addresses
 
 

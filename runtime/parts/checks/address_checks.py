@@ -25,7 +25,6 @@ from ....torch_compat.basics.modules import Place, place_reader
 from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from ...forward_context import ForwardContext
 from ...tensors_by_path import tensors_by_path
-from .shared_memory import named_weights
 from .step_reads import ALL_EVERY, STEPS_WITH_ALL, facts_of, reader
 
 Read = Callable[[], Place | None]
@@ -91,10 +90,10 @@ class Addresses:
 
         self._watch_parts(name, read(), lambda part: partial(place_of, part))
 
-    def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
-        those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
-        for name, tensor in (dict(named_weights(module)) if weights is None else weights).items():
+    def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Watch parameters and buffers by qualified name; also replaced ones, and those of replaced
+        submodules. Of a tensor subclass the inner tensors are watched."""
+        for name, tensor in weights.items():
             self._watch_parts(name, tensor, partial(place_reader, module, name, self.address))
 
     def _watch_parts(self, name: str, tensor: Tensor, reads: Callable[[str], Read]) -> None:

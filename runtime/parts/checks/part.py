@@ -223,11 +223,18 @@ class ChecksPart(Part):
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             addresses.watch_read(name, reader(*place, compiled.model))
-        # code that is not traced reads the model's weights itself, any of them
         named = {name: each for name, each in compiled.weights.items() if name not in placed}
-        addresses.watch_module(compiled.model, named if compiled.traced else None)
+        bound = set(map(id, named.values()))
+        # code that is not traced reads the model's weights itself, any of them
+        named |= {
+            name: weight
+            for name, weight in named_weights(compiled.model)
+            if id(weight) in bound or not compiled.traced
+        }
+        addresses.watch_module(compiled.model, named)
         self._registrations.watch(compiled.model)
-        self._of_code = addresses.snapshot(compiled.weights)
+        of_code = {**compiled.weights, **named} if compiled.traced else compiled.weights
+        self._of_code = addresses.snapshot(of_code)
         self._find_shared()
         if compiled.conditions:
             places = partial(checked, compiled.conditions, compiled.model)

@@ -71,9 +71,9 @@ def memory_check(compiled: CompiledModel, seen_written: Collection[str] = ()) ->
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by qualified name."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+    """Parameters and buffers by each of their qualified names: a tied one has several."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def overlap(one: Tensor, two: Tensor) -> bool:

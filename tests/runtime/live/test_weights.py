@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
+from piecegraph.errors import ModelChanged, ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.capture.recording import Recording
@@ -163,6 +163,40 @@ def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(serve, end):
     del served
     gc.collect()
     assert len(module._global_parameter_registration_hooks) == before
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.down.weight = self.up.weight
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_weight_that_is_tied_no_more_is_an_error(traced):
+    config = Config(
+        compile=traced, compiler="eager", cache=False, inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=4, max_num_reqs=4, capture_sizes=(4,), graph_mode="FULL",
+        attention={"support": "ALWAYS"},
+    )  # fmt: skip
+    model, x = Tied(), torch.rand(4, 4)
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    batch = Batch(4, 4)
+    assert torch.equal(prepared(x, batch=batch), model(x))
+    model.down.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+    with pytest.raises(MovedTensor, match=r"down\.weight"):
+        prepared(x, batch=batch)
+    if traced:
+        with pytest.raises(ModelChanged, match="weight"):
+            prepared.refresh()
+    else:
+        prepared.refresh()
+        assert torch.equal(prepared(x, batch=batch), model(x))
 
 
 def test_swapped_tensors_are_refused_by_torch(serve):
