@@ -142,15 +142,13 @@ def test_an_op_without_operators_inside_is_one_operation(library):
     assert (graph.operations, result.tolist()) == (1, [10, 10, 10])
 
 
-def normalized(x: Tensor) -> Tensor:
-    result: Tensor = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0]
-    return result
+def normalized(x):
+    return torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0]
 
 
-def linear(x: Tensor) -> Tensor:
+def linear(x):
     arguments = x.t().contiguous().t(), torch.ones(3, 3), None, "relu", [], ""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(*arguments)
-    return result
+    return torch.ops.mkldnn._linear_pointwise(*arguments)
 
 
 @pytest.mark.parametrize("kernel", [normalized, linear])
