@@ -404,7 +404,7 @@ MUTANTS = [
      "            context.metadata",
      f"{FAILURES} -k middle"),
     (PART, "if (memory := self._memory.get(code)) is not None:", "if False:", SHARED),
-    (GRAPH, "if of_input:", "if False:", SHARED),
+    (GRAPH, "if copied:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
     (f"{CORE}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
