@@ -178,6 +178,7 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.calls, self.impl, self._by_name = 2.0, 0, Inner(1.0), {"k": 1.0}
+        self.unread = 1.0
         self.register_buffer("weight", torch.ones(2))
 
     def read(self) -> float:
@@ -197,7 +198,7 @@ CHANGES_OF_A_MODULE: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES_OF_A_MODULE)
 def test_an_attribute_of_a_module_among_layers_that_changes(change):
-    """What its own code counts is no change."""
+    """What its own code counts is no change, nor is what was not read."""
     layer: Any = Scaled()
     read = READS["metadata.scale"]
     prepared = prepared_for(
@@ -206,6 +207,7 @@ def test_an_attribute_of_a_module_among_layers_that_changes(change):
     for _ in range(2):
         assert step(prepared, Metadata(2.0)).unique().tolist() == [9.0]
         layer.read()
+        layer.unread += 1
     CHANGES_OF_A_MODULE[change](layer)
     with pytest.raises(StaleContext, match=rf"read layers\['a'\]\.{change}"):
         step(prepared, Metadata(2.0))
