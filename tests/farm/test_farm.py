@@ -23,6 +23,7 @@ from piecegraph.cache.inspection import manifests
 from piecegraph.compile.backends import in_workers
 from tests.compile import ops as _registers  # noqa: F401
 from tests.compile.models import MIX, Stack, X
+from tests.farm.worker_calls import of_another_version, process
 
 Farm = Callable[[int], Any]
 
@@ -106,10 +107,6 @@ def test_a_bundle_is_the_one_that_this_process_alone_makes(farm, count, alone, t
     assert warm.counters["inductor_compiles"] == 0
 
 
-def process() -> int:
-    return os.getpid()
-
-
 @pytest.mark.parametrize(
     ("farm", "lost"), [(on_dask, False), (on_ray, False), (in_processes, True)]
 )
@@ -124,10 +121,6 @@ def test_a_worker_that_is_killed_costs_time_only(farm, lost, tmp_path):
     assert any("terminated abruptly" in reason for reason in reasons) is lost, reasons
     _, warm = start(tmp_path)
     assert warm.counters["inductor_compiles"] == 0
-
-
-def of_another_version() -> None:
-    torch.__version__ = "2.11.0"
 
 
 def test_a_worker_of_another_torch_is_refused_by_name(tmp_path):
