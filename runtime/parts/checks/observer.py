@@ -14,6 +14,7 @@ them apart, by `type(x) is dict`, is given the object itself, of which all is no
 from __future__ import annotations
 
 import builtins
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ _ARRAY_FORM = ("dtype", "shape", "typecode", "format")
 _HASHES = (FunctionType, type(None))
 """A class with one of these compares its objects in Python, or not by their content."""
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_TABLES = ("_parameters", "_buffers", "_modules")
+_OF_TORCH = nn.Module.__setattr__.__code__.co_filename
+"""Its code reads all of a module where one attribute is read or set."""
 _READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
 """Attributes through which `vars` and `copy` read all others."""
 
@@ -133,7 +135,8 @@ class Observer:
         with self._path_of(obj, name) as path:
             if path is None:
                 return value
-            if name in _READ_WHOLE and hasattr(obj, "__dict__"):
+            of_torch = sys._getframe(2).f_code.co_filename == _OF_TORCH
+            if name in _READ_WHOLE and hasattr(obj, "__dict__") and not of_torch:
                 self._attributes(path, obj)
             if name.startswith("__") or name in getattr(kind, "graph_constants", ()):
                 return value
@@ -404,8 +407,6 @@ def _hooks(
     own_read: Callable[..., Any] = kind.__getattribute__
     own_write: Callable[..., None] = kind.__setattr__
     fall_back = getattr(kind, "__getattr__", None)
-    if fall_back is nn.Module.__getattr__:
-        fall_back = _of_module
 
     def read(obj: Any, name: str) -> Any:
         try:
@@ -429,15 +430,6 @@ def _hooks(
             observer.wrote(obj, name)
 
     return read, write
-
-
-def _of_module(module: nn.Module, name: str) -> Any:
-    """As `nn.Module.__getattr__`, which reads all of the module's `__dict__`."""
-    held = object.__getattribute__(module, "__dict__")
-    for table in _TABLES:
-        if name in held.get(table, ()):
-            return held[table][name]
-    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
 
 class ObservedNamespace(SimpleNamespace):
