@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -61,14 +62,26 @@ def _example_tensors(
     graph: GraphModule, limits: Ranges
 ) -> tuple[list[torch.Tensor], list[dict[int, tuple[str, int, int] | None]]]:
     """Fake tensors with the traced sizes, and the range of each dynamic dimension."""
+    one_size = {symbol: sympy.Integer(low) for symbol, (low, high) in limits.items() if low == high}
+
+    def constant(size: int | torch.SymInt) -> int | None:
+        """A size that is the same in all of `limits`, as in code of one compile size."""
+        known = size if isinstance(size, int) else expression_of(size).xreplace(one_size)
+        return int(known) if isinstance(known, int | sympy.Integer) else None
+
+    def example(size: int | torch.SymInt) -> int:
+        known = constant(size)
+        return traced_size(size) if known is None else known
+
     tensors, dynamic = [], []
     with fresh_fake_mode():
         for shape, stride, dtype, device in map(_form, graph.graph.find_nodes(op="placeholder")):
-            sizes = [traced_size(size) for size in shape]
-            strides = [traced_size(step) for step in stride]
-            tensors.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device))
+            sizes, strides = map(example, shape), map(example, stride)
+            tensors.append(
+                torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device=device)
+            )
             dynamic.append(
-                {i: _range(size, limits) for i, size in enumerate(shape) if not _is_fixed(size)}
+                {i: _range(size, limits) for i, size in enumerate(shape) if constant(size) is None}
             )
     return tensors, dynamic
 
@@ -78,10 +91,6 @@ def _form(node: Node) -> tuple[Any, Any, torch.dtype, torch.device]:
     if isinstance(value, torch.SymInt):
         return (value, 0), (1, 1), torch.float32, torch.device("cpu")
     return value.shape, value.stride(), value.dtype, value.device
-
-
-def _is_fixed(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) or bool(expression_of(size).is_Integer)
 
 
 def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
