@@ -76,5 +76,7 @@ def test_a_blob_may_have_any_name(tmp_path, install):
     other = begin(tmp_path, depth=7)  # a model with equal pieces
     assert not other.hit
     assert other.events.counters["text_compiles"] == 0
-    assert put_aside(Cache(tmp_path, Events()), first.compiled.plan, "it failed")
+    assert put_aside(
+        Cache(tmp_path, Events()), first.compiled.plan, first.compiled.model, "it failed"
+    )
     assert begin(tmp_path).reason.startswith("aside")

@@ -34,6 +34,8 @@ def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library):
     library.impl("own", lambda x: x + 1, "CPU")
     namespace = getattr(torch.ops, library.ns)
     assert ops.is_python_op(namespace.own.default)
+    assert ops.is_in_python(namespace.own.default)
+    assert not ops.is_in_python(torch.ops.aten.add.Tensor)
     assert not ops.is_python_op(torch.ops.aten.reshape.default)
 
 

@@ -50,6 +50,12 @@ def test_an_unowned_alias_of_nothing_is_nothing():
     assert tensors.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
 
 
+def test_a_part_of_a_storage_gives_the_tensor_again():
+    tensor = torch.rand(3, 4)[1:, ::2]
+    part = tensors.part_of_storage(tensor)
+    assert torch.equal(tensors.alias_of(tensor.untyped_storage(), tensor.dtype, part), tensor)
+
+
 def test_faking_is_noticed():
     assert not tensors.is_faking()
     with tensors.fresh_fake_mode():
