@@ -16,6 +16,7 @@ import pytest
 
 from piecegraph.benchmarks import first_hour, gpu_wheels, on_device
 from piecegraph.benchmarks.first_hour import PARTS, Step, read_result, run_step, steps
+from tests.cuda_stand_in.mutants import mutants
 
 
 def python(code: str, limit_s: int = 30, **facts: str) -> Step:
@@ -214,6 +215,20 @@ def test_a_planted_cost_fails_the_measurement_of_steps(costs, failed):
     row |= on_device.in_turn(pieces, 3, **clock)
     said = on_device.judged(row, on_device.DEVICE)
     assert [each.split()[0] for each in said] == failed
+
+
+NO_MUTANT = {
+    "step_cost": "only time is judged: a planted cost fails it above",
+    "invalid_access": "is itself a planted fault, which the tool below must report",
+    "libraries": "Triton's kernels are interpreted on the stand-in",
+    "two_ranks": "the stand-in has no NCCL",
+}
+"""Measurements that fail by no mutant on the stand-in, and why."""
+
+
+def test_each_other_measurement_has_a_mutant_that_fails_it():
+    named = {each.step for each in mutants() if each.step}
+    assert named == on_device.MEASUREMENTS.keys() - NO_MUTANT.keys()
 
 
 TOOL = f"""#!{sys.executable}

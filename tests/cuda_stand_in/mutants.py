@@ -1,7 +1,8 @@
-"""Remove one protection of the cuda backend at a time: a test must fail for each.
+"""Remove one protection of the cuda backend at a time: a test must fail for each, and where the
+first hour has a measurement of it, that one, too.
 
 `python mutants.py [TEXT]` in the environment of `make cuda-test`; TEXT selects some. A
-mutant that no test notices is printed, and the exit status is 1.
+mutant that something does not notice is printed, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ class Mutant(NamedTuple):
     file: str
     old: str
     new: str
-    tests: str
+    tests: str = ""
     """The file of the tests that must notice it."""
+    step: str = ""
+    """The measurement of `benchmarks.on_device` that must notice it."""
     before: tuple[int, int] = (99, 0)
     """The torch version from which on torch itself does what the protection does."""
+
+    def runs(self) -> list[tuple[str, str]]:
+        """What must notice it, as `(tests, step)`, one of them empty."""
+        return [each for each in ((self.tests, ""), ("", self.step)) if any(each)]
 
 
 def mutants() -> list[Mutant]:
@@ -48,14 +55,22 @@ def copy_of_the_project(folder: Path) -> None:
     (folder / ".typing" / "piecegraph").symlink_to("..")
 
 
-def passes(folder: Path, *tests: str) -> bool:
-    run = [sys.executable, str(folder / HERE.relative_to(ROOT) / "run.py"), "-m", "pytest"]
+def command_of(tests: str, step: str) -> tuple[list[str], dict[str, str]]:
+    """What runs a file of tests, or a measurement, and the variables that it needs."""
+    if step:
+        values = {"STAND_IN_VALUES": "1", "TRITON_INTERPRET": "1"}
+        return ["benchmarks.on_device", step, "--small"], values
     options = ["-p", "tests.cuda_stand_in.plugin", "-m", "gpu and not slow", "-qx", "-W", "default"]
-    environment = os.environ | {"PYTHONPATH": str(folder / ".typing"), "STAND_IN_DEVICES": "2"}
-    command = [*run, *options, "-p", "no:cacheprovider", *tests]
+    return ["pytest", *options, "-p", "no:cacheprovider", tests], {"STAND_IN_DEVICES": "2"}
+
+
+def passes(folder: Path, tests: str, step: str) -> bool:
+    run = [sys.executable, str(folder / HERE.relative_to(ROOT) / "run.py"), "-m"]
+    command, variables = command_of(tests, step)
+    environment = os.environ | variables | {"PYTHONPATH": str(folder / ".typing")}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, timeout=900
+            [*run, *command], cwd=folder, env=environment, capture_output=True, timeout=900
         )
     except subprocess.TimeoutExpired:
         return False
@@ -70,9 +85,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_of_the_project(folder)
-        if not passes(folder, *{mutant.tests for mutant in chosen}):
-            print("the tests fail without a mutant")
-            return 1
+        for run in sorted({run for mutant in chosen for run in mutant.runs()}):
+            if not passes(folder, *run):
+                print(f"{' '.join(run).strip()} fails without a mutant")
+                return 1
         for mutant in chosen:
             path = folder / mutant.file
             source = path.read_text()
@@ -80,10 +96,11 @@ def main() -> int:
                 print(f"not found in {mutant.file}: {mutant.old!r}")
                 return 1
             path.write_text(source.replace(mutant.old, mutant.new, 1))
-            noticed = not passes(folder, mutant.tests)
+            blind = [tests or step for tests, step in mutant.runs() if passes(folder, tests, step)]
             path.write_text(source)
-            print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.what}", flush=True)
-            survivors += [] if noticed else [mutant.what]
+            noticed = f"SURVIVED {', '.join(blind)}:" if blind else "noticed "
+            print(f"{noticed}  {mutant.what}", flush=True)
+            survivors += [mutant.what] * bool(blind)
     print(f"torch {torch.__version__}: {len(chosen) - len(survivors)} of {len(chosen)} noticed")
     return 1 if survivors else 0
 

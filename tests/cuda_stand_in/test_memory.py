@@ -15,8 +15,8 @@ from piecegraph.runtime.backends.cuda import CudaBackend
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.records import CaptureRecord
+from tests.cuda_stand_in import values
 
-from . import values
 from .conftest import EXPANDABLE, MAPPING
 from .control import EXECUTABLE_NODE
 from .models import batch, eager, prepared, warm_up

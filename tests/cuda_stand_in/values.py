@@ -19,6 +19,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+if __name__ != "tests.cuda_stand_in.values":  # pytest names this package otherwise
+    raise ImportError("import tests.cuda_stand_in.values: a second copy has a state of its own")
+
 cudart = ctypes.CDLL("libcudart.so.13")
 _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 cudart.cudaLaunchHostFunc.argtypes = [ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p]

@@ -6,9 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from piecegraph.tools.serve.trace import EXCERPT, read_trace
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -78,3 +81,20 @@ def test_every_link_to_a_file_leads_somewhere():
     files = [link for link in links if "://" not in link]
     assert files
     assert [link for link in files if not (ROOT / link).exists()] == []
+
+
+def test_the_numbers_of_versions_contracts_and_requests_are_those_of_the_project():
+    """Those of starts come from a recorded result: docs/generate.py."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    low, beyond = re.findall(r"3\.(\d+)", project["project"]["requires-python"])
+    assert f"Python 3.{low} to 3.{int(beyond) - 1}," in README
+    torch = next(each for each in project["project"]["dependencies"] if each.startswith("torch>"))
+    low, beyond = re.findall(r"2\.(\d+)", torch)
+    assert f"- torch 2.{low} to 2.{int(beyond) - 1}." in README
+    contracts = len(project["tool"]["importlinter"]["contracts"])
+    assert f"`Contracts: {contracts} kept, 0 broken.`" in README
+    rows = read_trace(EXCERPT, limit=64, length_scale=0.05)
+    prompts, answers = (
+        sum(getattr(row, name) for row in rows) for name in ("num_prompt", "num_generate")
+    )
+    assert f"served {len(rows)} requests ({prompts} prompt tokens, {answers} generated)" in README

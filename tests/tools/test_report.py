@@ -10,6 +10,7 @@ import pytest
 
 from piecegraph import Events
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.report import _facts
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics-and-report.md").read_text()
 DOCUMENTED = [
@@ -43,6 +44,12 @@ def test_counts_agree_with_each_other(report):
     assert serving["generated_tokens_per_second"] == pytest.approx(
         serving["generated_tokens"] / serving["seconds"]
     )
+
+
+def test_a_trace_that_verifies_a_bundle_is_not_taken_for_one_of_the_start(report):
+    assert "verify" not in _facts(report)["compiled"]
+    report["cache"] |= {"hit": True, "verified": True}
+    assert _facts(report)["compiled"].startswith("1 Dynamo traces, to verify the bundle,")
 
 
 def test_a_requests_tokens_are_all_counted(report):

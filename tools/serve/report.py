@@ -200,9 +200,11 @@ def _facts(report: Report) -> dict[str, str]:
     outcome = "hit" if cache["hit"] else "miss"
     why = f": {cache['reason']}" if cache.get("reason") else ""
     ranges = ", ".join(f"{low} to {high}" for low, high in pieces["ranges"]) or "none"
+    traced_again = cache["hit"] and cache["verified"] is True and counters["dynamo_traces"]
+    verifying = ", to verify the bundle" if traced_again else ""
     facts = {
         "cache": f"{outcome}{why} ({cache['entries']} entries, {size(cache['bytes'])})",
-        "compiled": f"{counters['dynamo_traces']} Dynamo traces,"
+        "compiled": f"{counters['dynamo_traces']} Dynamo traces{verifying},"
         f" {counters['inductor_compiles']} Inductor compiles",
         "pieces": f"{pieces['total']}, {pieces['unique']} of them unique,"
         f" in {pieces['segments']} segments; tokens {ranges}",

@@ -264,13 +264,13 @@ def _assertions_of_sizes_kept() -> Iterator[None]:
     of_sizes: Any = vars(variables)["SymNodeVariable"]
     kind = variables.TorchInGraphFunctionVariable
     handlers = kind._get_handlers()
-    check = handlers[torch._check]
+    check, checked = handlers[torch._check], kind(torch._check)
 
     def keeping(original: Callable[..., Any]) -> Callable[..., Any]:
         def handle(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
             condition = args[0] if args else kwargs.get("cond", kwargs.get("condition"))
             if isinstance(condition, of_sizes):
-                return check(variable, tx, condition)
+                return check(checked, tx, condition)  # torch 2.11 calls what this one stands for
             return original(variable, tx, *args, **kwargs)
 
         return handle

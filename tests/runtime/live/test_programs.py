@@ -153,7 +153,13 @@ PLANTED: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+KEPT = pytest.mark.needs_torch("2.13", "AOTAutograd drops an assertion that a size is a number")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(s, marks=[KEPT] if s in ("nonzero", "masked") else []) for s in SOURCES],
+)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
 def test_an_assertion_on_data_holds_or_raises_in_each_call(source):
     """Also what the trace has learned from it: that a size is 4, or that of an input."""
