@@ -76,10 +76,8 @@ def _example_tensors(
     tensors, dynamic = [], []
     with fresh_fake_mode():
         for shape, stride, dtype, device in map(_form, graph.graph.find_nodes(op="placeholder")):
-            sizes, strides = map(example, shape), map(example, stride)
-            tensors.append(
-                torch.empty_strided(tuple(sizes), tuple(strides), dtype=dtype, device=device)
-            )
+            sizes, strides = [*map(example, shape)], [*map(example, stride)]
+            tensors.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device))
             dynamic.append(
                 {i: _range(size, limits) for i, size in enumerate(shape) if constant(size) is None}
             )

@@ -9,7 +9,6 @@ cache slot.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from torch import Tensor
 from ...compile.held_values import HeldValues
 from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import error_line, first_line
-from ...compile.ir.ops import is_custom
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import FORM, BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import (
@@ -33,14 +31,14 @@ from ...errors import (
     SetUpOnFirstUse,
 )
 from ...torch_compat.basics.devices import devices_in_use
-from ...torch_compat.basics.ops import op_name
-from ...torch_compat.basics.tensors import LightDispatchMode, storage_id, without_regions
+from ...torch_compat.basics.tensors import storage_id
 from ..backends.ownership import memory_of
 from ..core.code import ModelCode
-from ..core.preserved import SavedMemory, preserve
+from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs
 from ..forward_context import ForwardContext, forward_context
 from ..tensors_by_path import tensors_by_path
+from .first_use import STAYS, run_twice
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -231,77 +229,3 @@ def preserve_rng_state() -> Iterator[None]:
     device_type, devices = devices_in_use()
     with torch.random.fork_rng(devices, device_type=device_type):
         yield
-
-
-UNDONE = "nothing of it was kept"
-STAYS = "that it ran is noted outside of the model and its layers, and could not be undone"
-
-
-def run_twice(
-    run: Callable[[], object],
-    objects: Mapping[str, Any],
-    state: Mapping[str, Tensor],
-    inputs: Sequence[Tensor],
-    emit: Callable[..., None],
-) -> None:
-    """Run code that may write attributes of `objects` and tensors of `state`, each by name: what
-    only its first run sets up is kept as a whole, or refused as a whole.
-
-    A dummy batch restores the buffers that it writes, not the attributes. A model that fills a
-    buffer and clears a flag when it first runs would find the flag cleared and the buffer as it
-    was. So code runs twice before anything else: what only the first run writes is such a set-up.
-    Of attributes alone, such as a table that is made when it is needed, it is kept. With a buffer
-    it is undone and refused: its values would come from padding. Emits `first_use` for what is
-    kept, and raises SetUpOnFirstUse for what is not.
-    """
-    before, memory = HeldValues(objects), SavedMemory(list(state.values()), inputs)
-
-    def changes(held: HeldValues) -> tuple[set[str], set[str]]:
-        elements = memory.changed(memory.now())
-        tensors = zip(state, elements, strict=True)
-        return {name for name, each in tensors if each.any()}, set(held.changed())
-
-    def again() -> tuple[set[str], set[str]]:
-        memory.restore()
-        held = HeldValues(objects)
-        run()
-        return changes(held)
-
-    def found(names: tuple[set[str], set[str]]) -> bool:
-        return any(map(set.intersection, changes(before), names))
-
-    try:
-        with without_regions():
-            run()
-            first = changes(before)
-            written, set_up = map(set.difference, first, again())
-            if written or set_up:  # once more, to find the op
-                memory.restore()
-                before.restore()
-                with _Blame(lambda: found((written, set_up))) as blame:
-                    run()
-            memory.restore()
-        if written:
-            names = ", ".join(map(repr, sorted(written | set_up)))
-            left = UNDONE if set_up else STAYS
-            raise SetUpOnFirstUse(op=blame.op or "the model", names=names, left=left)
-    except BaseException:
-        before.restore()
-        raise
-    if set_up:
-        emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
-
-
-class _Blame(LightDispatchMode):
-    """Finds the first custom op after which `changed()`."""
-
-    def __init__(self, changed: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.op: str | None = None
-        self._changed = changed
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.op is None and is_custom(func) and self._changed():
-            self.op = op_name(func)
-        return result
