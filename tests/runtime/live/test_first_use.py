@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -173,10 +174,10 @@ def test_sglang_38994_what_is_derived_from_metadata_when_it_is_needed_is_in_the_
     prepared = prepared_for(model, {}, mode, splitting_ops=("first_tests::derive",))
     prepared.watch("lens", lens)
     prepared.capture(lambda descriptor, mode: Metadata(lens))
-    for value in (1.0, 5.0):
+    for value, rows in itertools.product((1.0, 5.0), (3, 2)):  # of the first graph, and a later one
         lens.fill_(value)
-        x = torch.rand(3, 4)
-        got = prepared(x, batch=Batch(3, 1), metadata=Metadata(lens))
+        x = torch.rand(rows, 4)
+        got = prepared(x, batch=Batch(rows, 1), metadata=Metadata(lens))
         with forward_context(ForwardContext({}, metadata=Metadata(lens))):
             assert torch.equal(got, model(x))
 
