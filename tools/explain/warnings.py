@@ -71,7 +71,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     ),
     "compile.library_failed": (
         "the next start loads code with Inductor: {reason}",
-        "Sizes of codegen.sizes have no libraries; else look for g++ with `piecegraph doctor`.",
+        "Unbacked sizes have no libraries; else look for g++ with `piecegraph doctor`.",
     ),
     "compile.tampered": (
         "edited code in {directory} is in service",
