@@ -22,7 +22,7 @@ def run_ranks(folder: Path, *arguments: str) -> list[dict[str, Any]]:
         for rank in (0, 1)
     ]
     try:
-        assert [rank.wait(500) for rank in ranks] == [0, 0]
+        assert [rank.wait(240) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()
