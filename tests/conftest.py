@@ -6,7 +6,9 @@ import faulthandler
 import gc
 import os
 import re
+import sys
 import uuid
+import zlib
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +23,7 @@ for profile, examples in {"here": 25, "in-ci": 100, "many": 1000}.items():
     settings.register_profile(profile, deadline=None, max_examples=examples)
 settings.load_profile("in-ci" if os.environ.get("CI") else "here")
 
+SEED = int(os.environ.get("SEED", "0"))
 AS_SHIPPED = bool(os.environ.get("AS_SHIPPED"))
 """Users have worker processes, a second trace beside each warm start, and a heap that is frozen
 meanwhile. They take time that tests of something else need not take: see `make test-as-shipped`."""
@@ -122,6 +125,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()
     if not hasattr(config, "workerinput"):
         faulthandler.dump_traceback_later(180, exit=True)
+
+
+@pytest.fixture(autouse=True)
+def random_by_name(request: pytest.FixtureRequest) -> None:
+    """A test's random numbers depend on its name and SEED, not on the tests that ran before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + SEED)
 
 
 @pytest.fixture(autouse=True)

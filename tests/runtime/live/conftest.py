@@ -63,15 +63,15 @@ def attend(x, out, layer_name):
 
 
 class Scale(nn.Module):
-    """Elementwise, so that padding does not change how a row is rounded."""
+    """Elementwise, so that padding does not change how a row is rounded; each weight matters."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(HIDDEN))
+        self.weight = nn.Parameter(torch.rand(HIDDEN) + 0.5)
         self.bias = nn.Parameter(torch.randn(HIDDEN))
 
     def forward(self, x):
-        return (x * self.weight + self.bias).relu()
+        return (x * self.weight + self.bias).abs()
 
 
 class Model(nn.Module):
