@@ -105,7 +105,7 @@ def _piecegraph(
     for span in events.spans:
         phases[span.name] = phases.get(span.name, 0.0) + span.seconds
     hits = [event.facts for event in events.named("bundle") if event.facts["hit"]]
-    if not hits:
+    if way == "ahead" or not hits:
         return phases, measured
     return phases, {
         **measured,

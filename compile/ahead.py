@@ -65,7 +65,8 @@ def compile_ahead(request: CompileRequest) -> bool:
     request.check_state()
     plan = plan_of(splits, compiled.ranges)
     seconds = sum(result.seconds for result in compiled.results)
-    return store_bundle(request, key, conditions_of(splits), plan, artifacts, seconds)
+    stored = store_bundle(request, key, conditions_of(splits), plan, artifacts, seconds)
+    return stored is not None
 
 
 def _with_libraries(

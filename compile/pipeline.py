@@ -168,12 +168,20 @@ def _compile(
     artifacts = [made.blobs for made in compiled.results]
     seconds = sum(made.seconds for made in compiled.results)
     request.check_state()
+    bundle = None
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
-            store_bundle(request, key, conditions, plan, artifacts, seconds)
+            bundle = store_bundle(request, key, conditions, plan, artifacts, seconds)
     pieces = [made.fn for made in compiled.results]
     with events.span("link", level=logging.INFO):
-        return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions.data)
+        return bind(
+            plan,
+            pieces,
+            request.model,
+            from_bundle=False,
+            conditions=conditions.data,
+            bundle=bundle,
+        )
 
 
 def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:

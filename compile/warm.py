@@ -57,7 +57,12 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
             conditions: Any = entry.meta["conditions"]
             with request.events.span("bundle.link"):
                 compiled = bind(
-                    bundle.plan, pieces, request.model, from_bundle=True, conditions=conditions
+                    bundle.plan,
+                    pieces,
+                    request.model,
+                    from_bundle=True,
+                    conditions=conditions,
+                    bundle=entry.digest,
                 )
     except (BadBundle, ModelMismatch) as error:
         return _refused(request, str(error), entry)

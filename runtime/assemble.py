@@ -18,7 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
+from ..cache import Cache
 from ..cache.keys.environment import parts_off
 from ..compile.eager_model import as_it_is
 from ..compile.ir.compilation import CompileRequest
@@ -34,7 +36,7 @@ from .parts.log.part import LogPart
 from .parts.log.step_log import LoggedStep as LoggedStep
 from .parts.log.step_log import StepObserver as StepObserver
 from .parts.proof.part import ProofPart
-from .parts.proof.row_mixing import find_mixed_rows
+from .parts.proof.row_mixing import known_mixed_rows
 from .parts.ranks.part import RanksPart
 from .parts.ranks.ranks import Ranks as Ranks
 from .parts.regions.part import RegionsPart
@@ -69,9 +71,9 @@ def exchange_of(ranks: Ranks | None) -> Exchange | None:
     return None if ranks is None or "ranks" in parts_off() else ranks.exchange
 
 
-def mixed_rows_finder() -> FindMixedRows | None:
+def mixed_rows_finder(cache: Cache) -> FindMixedRows | None:
     """What finds the pieces in which padding reaches real rows; None if nothing looks."""
-    return None if "proof" in parts_off() else find_mixed_rows
+    return None if "proof" in parts_off() else partial(known_mixed_rows, cache)
 
 
 def begin(

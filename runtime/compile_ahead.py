@@ -8,14 +8,17 @@ import torch
 
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.ir.locations import first_line
-from ..compile.pipeline import gc_paused
-from ..config import Config
+from ..compile.pipeline import find_model, gc_paused
+from ..compile.plan.compiled_model import CompiledModel
+from ..config import Config, resolve_graph_mode
 from ..errors import InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.modules import allocated
 from ..torch_compat.basics.tensors import without_modes
+from .assemble import mixed_rows_finder
 from .core.allowed_work import allow_compilation
 from .core.records import Records
+from .setup.model_policy import ModelPolicy
 from .setup.request import compile_request
 from .setup.switches import resolve_config
 
@@ -42,7 +45,10 @@ def compile_ahead(
     """
     records = Records(events)
     if device is None or not isinstance(model, torch.nn.Module):
-        return build_libraries(model, config, records, examples, executor)
+        stored = build_libraries(model, config, records, examples, executor)
+        if stored:
+            _look_at_padding(model, config, records, examples)
+        return stored
     try:
         there = torch.device(device)
     except RuntimeError as error:
@@ -66,3 +72,17 @@ def build_libraries(
     config = resolve_config(config)
     with without_modes(), allow_compilation(), gc_paused():
         return build(compile_request(model, config, records, examples, executor=executor))
+
+
+def _look_at_padding(
+    model: torch.nn.Module, config: Config, records: Records, examples: ExampleArguments | None
+) -> None:
+    """Keep what padding reaches, so that the next start need not look."""
+    config = resolve_config(config.changed(bundle="use"))
+    with without_modes(), allow_compilation():
+        request = compile_request(model, config, records, examples)
+        found = find_model(request)
+        if isinstance(found, CompiledModel):
+            finder = mixed_rows_finder(request.cache)
+            resolved = resolve_graph_mode(config)
+            ModelPolicy(config, resolved, request.device, records, (), finder)(found)

@@ -95,7 +95,7 @@ def prepare(
         request = compile_request(model, config, records, examples, exchange, executor)
         owned = tuple(input_buffers or {})
         policy_of = ModelPolicy(
-            config, resolved, request.device, records, owned, mixed_rows_finder()
+            config, resolved, request.device, records, owned, mixed_rows_finder(request.cache)
         )
         compiled, beside = begin(request, config, records)
         with records.events.span("padding", level=logging.INFO):

@@ -58,7 +58,9 @@ BUCKETS, SHARES = "tests/dispatch/test_buckets.py", f"{STRATEGIES}/test_shares.p
 POOL = "compile/backends/workers.py"
 TAPED, OWNERSHIP = f"{REPLAY}/tape.py", "runtime/backends/ownership.py"
 FORMS, TOLD = "compile/plan/result_forms.py", f"{LIVE}/test_result_forms.py"
-PROOF, RUNS, TRIALS = (f"runtime/parts/proof/{n}.py" for n in ("part", "step_runs", "row_trials"))
+PROOF, RUNS, TRIALS, MIXING = (
+    f"runtime/parts/proof/{n}.py" for n in ("part", "step_runs", "row_trials", "row_mixing")
+)
 COVERAGE, COVERED = "runtime/parts/proof/coverage.py", "tests/runtime/test_proof_coverage.py"
 FIRST, SET_UP = f"{CAPTURE}/first_use.py", f"{LIVE}/test_first_use.py"
 BREAKS, MISUSE = f"{CAPTURE}/breaks.py", f"{LIVE}/test_misuse.py"
@@ -411,10 +413,16 @@ MUTANTS = [
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
      "tests/runtime/test_addresses.py -k w15"),
-    ("runtime/parts/proof/row_mixing.py", "if found := tried(trial, trial.mixes, *(sized or ())):",
+    *((MIXING, text, other, f"{LIVE}/test_known_mixing.py") for text, other in (
+        ('"captured": sorted(asked["captured"]),', ""),
+        ('"weights": weights,', ""),
+        ("or any(_FOREIGN_OP.search(piece.text) for piece in plan.pieces)", ""),
+        ("if len(facts) == len(found):", "if True:"),
+    )),
+    (MIXING, "if found := tried(trial, trial.mixes, *(sized or ())):",
      "if found := None:",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
-    ("runtime/parts/proof/row_mixing.py", "if not decide or any(", "if False and any(",
+    (MIXING, "if not decide or any(", "if False and any(",
      f"{PADDED} -k six"),
     ("runtime/parts/proof/op_rows.py", "if one.shape != real.shape or beyond(", "if not beyond(",
      f"{LIVE}/test_row_mixing.py -k never_padded"),

@@ -48,17 +48,17 @@ def store_bundle(
     plan: Plan,
     artifacts: Sequence[Blobs],
     compile_seconds: float,
-) -> bool:
+) -> str | None:
     """Publish a bundle under its trace key beside others, or record why it cannot be.
 
-    `compile_seconds` is the time that a start from it saves.
+    Returns its `Entry.digest`. `compile_seconds` is the time that a start from it saves.
     """
     obstacles = list(conditions.obstacles)
     if not all(artifacts):
         obstacles.append("the compiler's own caches are off, so it gives no artifacts")
     if obstacles:
         request.record_not_cacheable(obstacles)
-        return False
+        return None
     meta: dict[str, Json] = {
         "conditions": dict(conditions.data),
         "compile_seconds": round(compile_seconds, 3),
@@ -70,8 +70,7 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = _stored_plan(plan)
-    request.publish("bundle", key, meta, blobs)
-    return True
+    return request.publish("bundle", key, meta, blobs).digest
 
 
 def find_bundle(

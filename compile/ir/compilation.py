@@ -227,9 +227,11 @@ class CompileRequest:
 
     def publish(
         self, kind: str, key: Key, meta: Mapping[str, Json], blobs: Mapping[str, bytes]
-    ) -> None:
+    ) -> Entry:
         """Store an entry in the cache, or record why a layer could not store it."""
-        self.records.failed_writes += self.cache.publish(kind, key, meta, blobs).unstored
+        entry = self.cache.publish(kind, key, meta, blobs)
+        self.records.failed_writes += entry.unstored
+        return entry
 
     def wait(self) -> None:
         """Called while another process compiles the model."""

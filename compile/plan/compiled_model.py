@@ -41,6 +41,8 @@ class CompiledModel:
     """False if the only piece is the model's own forward."""
     conditions: Mapping[str, Any] | None = None
     """What the trace relied on, as a bundle states it; None without a trace."""
+    bundle: str | None = None
+    """`Entry.digest` of the bundle that has its code; None if there is none."""
     sources: range = range(0)
     """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
 
@@ -116,11 +118,14 @@ def bind(
     *,
     from_bundle: bool,
     conditions: Mapping[str, Any] | None = None,
+    bundle: str | None = None,
 ) -> CompiledModel:
     """Bind a plan to the weights of `model`; raises ModelMismatch if one does not fit."""
     weights = weights_of(model, plan)
     pieces = tuple(pieces)
-    return CompiledModel(plan, pieces, weights, model, from_bundle, conditions=conditions)
+    return CompiledModel(
+        plan, pieces, weights, model, from_bundle, conditions=conditions, bundle=bundle
+    )
 
 
 def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:

@@ -246,7 +246,7 @@ def crossed_results(site):
 def rows_that_mix(model=None, **splitting):
     def plant(site):
         # `prepare` finds such a model and never pads it; without that its rows are wrong
-        site.patch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
+        site.patch.setattr("piecegraph.runtime.assemble.known_mixed_rows", lambda *_, **__: [])
         return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant

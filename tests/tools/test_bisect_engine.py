@@ -210,7 +210,7 @@ CONTROLS = [
 
 def find(fault, monkeypatch, compiler="eager"):
     # `prepare` never pads a model that mixes rows; these are to be padded
-    monkeypatch.setattr("piecegraph.runtime.assemble.find_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr("piecegraph.runtime.assemble.known_mixed_rows", lambda *_, **__: [])
     config = Config(
         splitting_ops=("engine::attend",),
         inputs={"ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},

@@ -10,6 +10,11 @@ inputs, padded and at the real size, and its results and what it wrote are compa
 - for each captured size at the smallest batch that it serves, and at the largest one for which a
   number that the model makes of its number of tokens is another.
 
+What was found is kept in the cache, since looking takes longer than a warm start. It is known again
+for the same code, weights and sizes. The code is a bundle's, whose digest holds every byte of it,
+and may call no operator of others, whose kernels have no digest. Of each weight one element is
+compared: weights that are random, trained or merged differ everywhere.
+
 Each run starts from the same state: what it writes is undone. A model that is not traced is one
 piece, run without its breaks: see `WithoutBreaks`. A choice in its Python is a border that no batch
 is padded across, whatever the runs give. A difference counts if the same row has it for each of
@@ -18,11 +23,15 @@ three inputs: a close decision, as of a router, falls another way in other compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import hashlib
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ....cache import Cache, Entry, Key
+from ....cache.keys.factors import Json
 from ....compile.ir.config import TOKENS
 from ....compile.ir.locations import handled
 from ....compile.ir.plan import PieceStep, Plan
@@ -33,6 +42,29 @@ from .row_trials import Sizes, Trials, any_sizes
 from .without_breaks import WithoutBreaks
 
 _PADDING = 3
+
+KNOWN = "padding"
+"""Kind of the cache entries with what was found."""
+
+_FOREIGN_OP = re.compile(r"torch\.ops\.(?!aten\.|prims\.|higher_order\.)")
+
+
+def known_mixed_rows(
+    cache: Cache, compiled: CompiledModel, device: torch.device, **asked: Any
+) -> Iterable[RowsMixed | str]:
+    """As `find_mixed_rows`, which is asked only if `cache` does not have what it found."""
+    key = _key(compiled, **asked)
+    if key is None:
+        return find_mixed_rows(compiled, device, **asked)
+    entry = cache.lookup(KNOWN, key, count=False)
+    if isinstance(entry, Entry):
+        known: Any = entry.meta["found"]
+        return [RowsMixed(**facts) for facts in known]
+    found = [*find_mixed_rows(compiled, device, **asked)]
+    facts: list[Json] = [record.facts() for record in found if isinstance(record, RowsMixed)]
+    if len(facts) == len(found):  # what could not run is tried again
+        cache.publish(KNOWN, key, {"found": facts}, {})
+    return found
 
 
 def find_mixed_rows(
@@ -135,3 +167,38 @@ def _sizes(plan: Plan, padded: str) -> tuple[Sizes, Sizes] | None:
     if real[TOKENS] > high or real[padded] + _PADDING > most:
         return None
     return real, real | {padded: real[padded] + _PADDING}
+
+
+def _key(compiled: CompiledModel, **asked: Any) -> Key | None:
+    """None where the code may be another one without a sign of it."""
+    plan = compiled.plan
+    if compiled.bundle is None or any(_FOREIGN_OP.search(piece.text) for piece in plan.pieces):
+        return None
+    kept = [weight.target for weight in plan.weights if not weight.written]
+    try:
+        weights = _digest(_elements([compiled.weights[target] for target in kept]))
+    except (NotImplementedError, RuntimeError, TypeError):  # a tensor of another class
+        return None
+    return Key.of(
+        "trace",
+        {
+            "bundle": compiled.bundle,
+            "plan": _digest(plan.model_dump_json().encode()),
+            "weights": weights,
+            "captured": sorted(asked["captured"]),
+            "size": asked["size"],
+            "sentinels": {name: str(value) for name, value in asked["sentinels"].items()},
+            "threads": torch.get_num_threads(),
+        },
+    )
+
+
+def _elements(weights: Iterable[torch.Tensor]) -> bytes:
+    """The middle element of each weight."""
+    middle = [w[tuple(n // 2 for n in w.shape)] for w in weights if w.numel()]
+    parts = [each.detach().reshape(1).view(torch.uint8) for each in middle]
+    return bytes(torch.cat(parts).tolist()) if parts else b""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -305,8 +305,7 @@ def note_failure(
     once: a device that is broken fails in each step. What raises in an op between pieces, lacks
     memory or is one of our errors is no fault of a bundle.
     """
-    bundle = records.compile.bundle
-    if not compiled.from_bundle or bundle is None or bundle.digest is None:
+    if not compiled.from_bundle or compiled.bundle is None:
         return
     if records.of(BundleFailed):
         return
@@ -315,15 +314,15 @@ def note_failure(
         if piece is None or isinstance(cause, PiecegraphError | torch.OutOfMemoryError):
             continue
         reason = f"piece {piece} failed when it ran: {type(cause).__name__}: {first_line(cause)}"
-        key = Key.of("trace", {"bundle": bundle.digest})
+        key = Key.of("trace", {"bundle": compiled.bundle})
         again = isinstance(cache.lookup(FAILED, key, count=False), Entry)
         if again:
             put_aside(cache, compiled.plan, compiled.model, reason)
         else:
             cache.publish(FAILED, key, {}, {})
-        records.add(BundleFailed(bundle.digest, reason, again))
+        records.add(BundleFailed(compiled.bundle, reason, again))
         outcome = "it is put aside" if again else "it is put aside if another start fails in it"
-        error.add_note(f"In the code of bundle {bundle.digest[:12]}: {outcome}.")
+        error.add_note(f"In the code of bundle {compiled.bundle[:12]}: {outcome}.")
         return
 
 

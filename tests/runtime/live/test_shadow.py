@@ -113,7 +113,7 @@ def test_dummy_steps_of_an_engine_are_not_proved(prepare_live, monkeypatch):
 
 
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch):
-    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
     served = prepare_live(shadow=EACH, cache=False)
     served.prepared.capture()
@@ -202,7 +202,7 @@ class MixesRows(Model):
 
 
 def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
-    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
     served = prepare_live(MixesRows(), shadow=EACH)
     served.prepared.capture()
     assert run(served, 3)
@@ -493,7 +493,7 @@ class Restless(Decoder):
 
 @pytest.mark.parametrize("warm_up", [3, 12])
 def test_steps_that_cannot_be_compared_in_the_beginning(prepare_decoder, monkeypatch, warm_up):
-    monkeypatch.setattr(assemble, "find_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
         decode(prepared)

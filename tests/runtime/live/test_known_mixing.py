@@ -1,0 +1,104 @@
+"""What a start has found of padding the next one of the same code and weights knows."""
+
+import pytest
+import torch
+
+from piecegraph import Config, compile_ahead, prepare
+from piecegraph.runtime.parts.proof import row_mixing
+from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
+
+from .conftest import Model
+
+
+class Mixing(Model):
+    def forward(self, x):
+        return super().forward(x) + x.nan_to_num(7.0).sum(0)
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """The sizes in tokens of each look at a model."""
+    asked = []
+
+    def look(compiled, device, **asks):
+        asked.append(sorted(asks["captured"]))
+        return find_mixed_rows(compiled, device, **asks)
+
+    monkeypatch.setattr(row_mixing, "find_mixed_rows", look)
+    return asked
+
+
+@pytest.fixture
+def start(prepare_live):
+    def start(model, **settings):
+        torch.manual_seed(0)
+        served = prepare_live(model(), **settings)
+        found = served.prepared.report()["rows_mixed"]
+        assert len(found) == (model is Mixing)
+        served.step(3)
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize("model", [Model, Mixing])
+def test_the_next_start_knows(start, looked, model):
+    found = start(model)
+    assert looked
+    looked.clear()
+    assert start(model) == found
+    assert looked == []
+    assert start(model, capture_sizes=(3, 8)) == found
+    assert looked == [[3, 8]]
+
+
+def test_other_weights_are_looked_at(prepare_live, looked):
+    torch.manual_seed(0)
+    prepare_live(Model())
+    looked.clear()
+    prepare_live(Model())
+    assert looked
+
+
+def test_kernels_of_others_are_looked_at_by_each_start(start, looked, temporary_op):
+    schema = "(Tensor x) -> Tensor"
+    temporary_op("known_mixing::twice", schema, lambda x: x * 2, fake=torch.empty_like)
+
+    class CallsAKernel(Model):
+        def forward(self, x):
+            return torch.ops.known_mixing.twice(super().forward(x))
+
+    for _ in range(2):
+        looked.clear()
+        start(CallsAKernel)
+        assert looked
+
+
+def test_what_could_not_run_is_tried_again(start, looked, monkeypatch):
+    def fails(compiled, device, **asks):
+        looked.append(1)
+        return ["piece 0 cannot be run alone: no memory"]
+
+    monkeypatch.setattr(row_mixing, "find_mixed_rows", fails)
+    start(Model)
+    looked.clear()
+    start(Model)
+    assert looked
+
+
+def test_compile_ahead_looks_for_the_next_start(tmp_path, looked):
+    model = torch.nn.Linear(4, 4)
+    config = Config(
+        inputs={"input": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        capture_sizes=(2, 4),
+        attention={"support": "ALWAYS"},
+        graph_mode="FULL",
+        cache_dir=tmp_path,
+    )
+    assert compile_ahead(model, config)
+    assert looked == [[2, 4]]
+    looked.clear()
+    prepare(model, config).close()
+    assert looked == []
