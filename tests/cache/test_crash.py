@@ -62,7 +62,8 @@ def test_failure_W8_writer_killed_at_a_step(root, events, key, step, nth):
 
 
 @pytest.mark.slow
-def test_failure_W8_random_kills(memory_root, events):
+@pytest.mark.parametrize("kills", [30, pytest.param(500, marks=pytest.mark.heavy)])
+def test_failure_W8_random_kills(memory_root, events, kills):
     """Each child publishes keys in turn and reports each finished one; then it is killed.
 
     The parent waits for a few publishes and kills the child at a random moment of the next, so
@@ -72,7 +73,7 @@ def test_failure_W8_random_kills(memory_root, events):
     reader = Cache(memory_root, events)
     one_publish = seconds_to_publish(reader)
     out = set()
-    for round_ in range(int(os.environ.get("KILLS_OF_WRITERS", "150"))):
+    for round_ in range(kills):
         reports, report = os.pipe()
 
         def write(round_=round_, report=report):

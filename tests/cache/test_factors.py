@@ -191,7 +191,7 @@ def kernel(x):
 def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path):
     (tmp_path / "tests_sources.py").write_text(SOURCES)
     seen = set()
-    for seed in ("0", "1", "2", "3"):
+    for seed in ("0", "1"):
         environ = os.environ | {
             "PYTHONHASHSEED": seed,
             "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]),

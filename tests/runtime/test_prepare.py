@@ -1,12 +1,10 @@
 """What `prepare` and its settings refuse before anything is compiled."""
 
 import pytest
-import torch
 from torch import nn
 
-from piecegraph import Batch, Config, compile_ahead, prepare
+from piecegraph import Config, compile_ahead, prepare
 from piecegraph.errors import InvalidSetting
-from piecegraph.events import Events
 
 
 class Model(nn.Module):
@@ -47,19 +45,3 @@ def test_the_report_lists_the_ranges_that_have_code_of_their_own():
     )
     ranges = prepare(Model(), config).report()["pieces"]["ranges"]
     assert ranges == [[1, 3], [4, 4], [5, 8], [9, 16], [17, 32]]
-
-
-@pytest.mark.compile
-def test_code_of_one_size_has_a_library_too(tmp_path):
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"},
-        codegen={"sizes": (4,)}, cache_dir=tmp_path, max_num_tokens=16, graph_mode="NONE",
-    )  # fmt: skip
-    events = Events()
-    assert compile_ahead(Model(), config, events=events)
-    built = [span for span in events.spans if span.name == "compile.library"]
-    assert (len(built), events.named("compile.library_failed")) == (2, [])
-    prepared = prepare(Model(), config, events=events)
-    assert [span for span in events.spans if span.name == "bundle.libraries"]
-    x = torch.ones(4, 4)
-    assert torch.equal(prepared(x, torch.zeros(4), batch=Batch(4, 4)), x * 2)

@@ -107,35 +107,6 @@ def test_what_is_found_during_an_exchange_is_told_at_the_next(step):
     assert thread.failure == "rank 0: a difference"
 
 
-ENDS_MEANWHILE = """
-import sys, threading, torch
-from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
-torch.set_num_threads(1)
-begun = threading.Event()
-def work():
-    begun.set()
-    while True:
-        thread.checkpoint()
-        for _ in range(200):
-            torch.ones(64, 64) + 1
-class EndsSlowly:
-    def __del__(self):
-        for _ in range(3_000_000):
-            pass
-sys.ends_slowly = EndsSlowly()
-thread = TracingThread("test", work, str)
-thread.start()
-begun.wait()
-"""
-
-
-@pytest.mark.slow
-def test_an_interpreter_ends_while_the_thread_is_in_torch():
-    """A daemon that torch lets go on after that aborts the process."""
-    ended = subprocess.run([sys.executable, "-c", ENDS_MEANWHILE], capture_output=True)
-    assert (ended.returncode, ended.stderr) == (0, b"")
-
-
 def test_the_default_device_is_that_of_the_thread_that_starts_it():
     seen = []
     with torch.device("meta"):
@@ -167,25 +138,43 @@ def test_the_settings_of_autocast_are_those_of_the_thread_that_starts_it():
     assert settings() == before
 
 
-TWO_TRACES = """
-import torch
+PROGRAM = """
+import threading, sys, torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
+torch.set_num_threads(1)
 
-def work():
+def traces():
     with FakeTensorMode() as mode:
         mode.from_tensor(torch.ones(3)) * 2
     return "traced"
 
 for _ in range(2):
-    thread = TracingThread("test", work, str)
+    thread = TracingThread("test", traces, str)
     thread.start()
     assert thread.join(300) and thread.is_over() and thread.failure == "traced"
+
+begun = threading.Event()
+def work():
+    begun.set()
+    while True:
+        thread.checkpoint()
+        for _ in range(200):
+            torch.ones(64, 64) + 1
+class EndsSlowly:
+    def __del__(self):
+        for _ in range(3_000_000):
+            pass
+sys.ends_slowly = EndsSlowly()
+thread = TracingThread("test", work, str)
+thread.start()
+begun.wait()
 """
 
 
 @pytest.mark.slow
-def test_a_trace_after_another_thread_has_ended():
-    """Torch 2.11 for CUDA, without a device, ended the process: a guard ended with the thread."""
-    ended = subprocess.run([sys.executable, "-c", TWO_TRACES], capture_output=True)
+def test_threads_end_and_an_interpreter_ends_while_one_is_in_torch():
+    """Torch 2.11 for CUDA, without a device, ended the process at a second trace: a guard ended
+    with the first thread. A daemon that torch lets go on after the interpreter aborts it."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from piecegraph import Config, compile_ahead, prepare
+from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.runtime.parts.proof import row_mixing
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 
@@ -86,19 +86,23 @@ def test_what_could_not_run_is_tried_again(start, looked, monkeypatch):
     assert looked
 
 
-def test_compile_ahead_looks_for_the_next_start(tmp_path, looked):
-    model = torch.nn.Linear(4, 4)
+def test_compile_ahead_builds_what_the_next_start_loads(tmp_path, looked):
+    """Code of one size has a library, too, and what padding reaches is known."""
     config = Config(
-        inputs={"input": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(2, 4),
-        attention={"support": "ALWAYS"},
-        graph_mode="FULL",
-        cache_dir=tmp_path,
-    )
-    assert compile_ahead(model, config)
+        inputs={"input": "float32[num_tokens, 4]"}, codegen={"sizes": (4,)}, max_num_tokens=16,
+        max_num_reqs=16, capture_sizes=(2, 4), attention={"support": "ALWAYS"},
+        graph_mode="FULL", cache_dir=tmp_path,
+    )  # fmt: skip
+    model, events = torch.nn.Softsign(), Events()
+    assert compile_ahead(model, config, events=events)
+    built = [span for span in events.spans if span.name == "compile.library"]
+    assert (len(built), events.named("compile.library_failed")) == (2, [])
     assert looked == [[2, 4]]
     looked.clear()
-    prepare(model, config).close()
+    prepared = prepare(model, config, events=events)
     assert looked == []
+    assert [span for span in events.spans if span.name == "bundle.libraries"]
+    for size in (4, 7):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(prepared(x, batch=Batch(size, size)), model(x))
+    prepared.close()

@@ -111,11 +111,11 @@ def scans(layer, query, key, slots, real):
 
 
 class Model(nn.Module):
-    def __init__(self, mix, experts=1, gain=1.0):
+    def __init__(self, mix, experts=1, gain=1.0, layers=LAYERS):
         super().__init__()
         torch.manual_seed(0)
         self.gain = gain
-        self.layers = nn.ModuleList(Layer(mix, experts) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(mix, experts) for _ in range(layers))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.requires_grad_(False)
 
@@ -215,7 +215,7 @@ def averages(layer, query, key, slots, real):
 
 
 def test_rows_that_mix_before_a_splitting_op_are_found(tmp_path):
-    model = Model(averages)
+    model = Model(averages, layers=1)
     prepared = prepare(model, config(tmp_path, GraphMode.PIECEWISE), backend=strict_backend())
     prepared.capture(lambda descriptor, mode: None)
     (mixed,) = prepared.report()["rows_mixed"]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +14,8 @@ from torch import Tensor, nn
 
 from piecegraph import Axis, Batch, Config, PreparedModel, prepare
 from piecegraph.cache import Cache
+from piecegraph.cache.inspection import manifests
+from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.verify import trace_difference
 from piecegraph.config import compile_config
@@ -35,6 +32,7 @@ from piecegraph.tools.bisect import BisectCase, bisect
 from piecegraph.tools.steps import StepRecorder, load_steps
 
 from ..conftest import strict_backend
+from .conftest import Texts
 
 pytestmark = pytest.mark.compile
 
@@ -378,37 +376,26 @@ def test_the_least_number_of_tokens_is_that_of_all_forms():
         assert all(step(prepared, form, size) for form in range(3) for size in (1, 3, 9))
 
 
-PROGRAM = """
-import json, random, sys, torch
-from tests.runtime.live import test_several_forms as forms
-library = torch.library.Library("form_tests", "DEF")
-library.define("mix(Tensor x, Tensor(a!) out) -> ()")
-library.impl("mix", forms.mix, "CPU")
-torch.library.register_fake("form_tests::mix", lambda x, out: None, lib=library)
-prepared = forms.served(compiler="inductor", cache={}, cache_dir=sys.argv[1])
-counters = prepared.report()["counters"]
-prepared.capture()
-prepared.seal()
-for number in range(60):
-    forms.step(prepared, number % 3, random.randint(1, 10), number % 2 == 0, within=1e-5)
-prepared.wait_until_verified()
-report = prepared.report()
-print(json.dumps([counters, report["pieces"], report["cache"]["verified"]]))
-"""
+def test_the_next_start_loads_all_forms_from_one_bundle(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
+    monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
 
+    def start():
+        prepared = served(compiler="texts", cache={}, cache_dir=tmp_path)
+        counters = prepared.report()["counters"]
+        prepared.capture()
+        prepared.seal()
+        for number in range(60):
+            step(prepared, number % 3, number % 10 + 1, decode=number % 2 == 0)
+        prepared.wait_until_verified()
+        prepared.close()
+        return prepared, counters
 
-@pytest.mark.slow
-def test_the_next_start_loads_all_forms_from_one_bundle(tmp_path):
-    def start() -> Any:
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
-        root, environ = Path(__file__).parents[3], {**os.environ, "PIECEGRAPH_OFF": ""}
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environ)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    (cold, pieces, _), (warm, _, verified) = start(), start()
-    assert pieces["total"] == 3 * (LAYERS + 1)
-    assert cold["inductor_compiles"] == pieces["unique"] < pieces["total"] - LAYERS
-    assert (cold["dynamo_traces"], cold["cache.published"]) == (3, pieces["unique"] + 1)
-    assert (warm["dynamo_traces"], warm["inductor_compiles"]) == (0, 0)
-    assert (warm["cache.hit"], verified) == (1, True)
+    (first, cold), (second, warm) = start(), start()
+    pieces = first.report()["pieces"]
+    assert pieces["total"] == 3 * (LAYERS + 1) > pieces["unique"] + LAYERS
+    assert len([*manifests(tmp_path, "bundle")]) == 1
+    assert len([*manifests(tmp_path, "artifact")]) == pieces["unique"]
+    assert (cold["dynamo_traces"], warm["dynamo_traces"]) == (3, 0)
+    assert (first.compiled.from_bundle, second.compiled.from_bundle) == (False, True)
+    assert second.report()["cache"]["verified"] is True
