@@ -263,6 +263,16 @@ def prepare_live(attend_op, tmp_path, monkeypatch, hostile_engine):
         prepared.close()
 
 
+@pytest.fixture(scope="module")
+def one_cache(tmp_path_factory):
+    """Models of the module are prepared on one cache, where "texts" is a compiler: equal ones are
+    traced once."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patched.setattr(registry, "entry_points", lambda group: [Texts()])
+        yield
+
+
 @pytest.fixture
 def serve_cold(prepare_live):
     """A model prepared with `bundle="serve"` on an empty cache."""

@@ -137,6 +137,9 @@ def step(prepared, metadata):
     return prepared(torch.ones(2, 4), batch=Batch(2, 2), metadata=metadata)
 
 
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.heavy)
+
+
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler):
     prepared = prepared_for(scaled, poison=False, compiler=compiler)
@@ -174,10 +177,8 @@ def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step():
 
 
 @NUMPY_WARNS
-@pytest.mark.parametrize(
-    ("op", "compiler"),
-    [*((op, "eager") for op in (counted, read, *VALUE_READS)), (read, "inductor")],
-)
+@pytest.mark.parametrize("compiler", ["eager", INDUCTOR])
+@pytest.mark.parametrize("op", [counted, read, *VALUE_READS])
 def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(op, compiler):
     prepared = prepared_for(op, compiler=compiler)
     line = op.__code__.co_firstlineno + 1
@@ -430,7 +431,7 @@ def test_a_device_that_is_set_around_a_break_inside_the_model():
     assert last_modes()[1] is None
 
 
-@pytest.mark.parametrize("backend", ["inductor", "eager"])
+@pytest.mark.parametrize("backend", [INDUCTOR, "eager"])
 def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend):
     torch._dynamo.reset()  # other tests have compiled the function
     compiled = []

@@ -94,7 +94,7 @@ def test_a_model_that_does_not_is_padded(case):
     assert modes_of_right_steps(prepared, model) == ["FULL"] * 4
 
 
-@pytest.mark.parametrize("case", ["pooled", "elementwise"])
+@pytest.mark.parametrize("case", ["pooled", pytest.param("elementwise", marks=pytest.mark.heavy)])
 def test_generated_code_is_checked_too(case):
     prepared, model = prepared_for({**MIXING, **ROW_WISE}[case], compiler="inductor")
     assert bool(prepared.report()["rows_mixed"]) == (case in MIXING)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from piecegraph import Axis, Batch, Config, PreparedModel, prepare
 from piecegraph.cache import Cache
 from piecegraph.cache.inspection import manifests
-from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.verify import trace_difference
 from piecegraph.config import compile_config
@@ -32,9 +31,8 @@ from piecegraph.tools.bisect import BisectCase, bisect
 from piecegraph.tools.steps import StepRecorder, load_steps
 
 from ..conftest import strict_backend
-from .conftest import Texts
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache")]
 
 HIDDEN, LAYERS, MOST = 4, 3, 16
 ROWS = f"float32[num_tokens, {HIDDEN}]"
@@ -89,11 +87,10 @@ def served(model: nn.Module | None = None, **settings: Any) -> PreparedModel:
         "splitting_ops": ("form_tests::mix",),
         "max_num_tokens": MOST,
         "max_num_reqs": MOST,
-        "compiler": "eager",
+        "compiler": "texts",
         "capture_sizes": (2, 4, 8),
         "attention": {"support": "ALWAYS"},
         "graph_mode": "FULL_AND_PIECEWISE",
-        "cache": False,
     }
     return prepare(model or Decoder(), Config(**{**given, **settings}), backend=strict_backend())
 
@@ -337,8 +334,7 @@ class Branching(Decoder):
 
 @pytest.mark.heavy
 def test_all_forms_are_served_uncompiled_until_their_code_is_there(tmp_path):
-    cached = {"cache": {}, "cache_dir": tmp_path, "bundle": "serve"}
-    prepared = served(**cached, compiler="inductor")
+    prepared = served(cache_dir=tmp_path, bundle="serve", compiler="inductor")
     prepared.capture()
     assert not prepared.compiled.traced
     assert {step(prepared, form, 3) for form in range(3)} == {"NONE 0", "NONE 1", "NONE 2"}
@@ -377,11 +373,10 @@ def test_the_least_number_of_tokens_is_that_of_all_forms():
 
 
 def test_the_next_start_loads_all_forms_from_one_bundle(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
 
     def start():
-        prepared = served(compiler="texts", cache={}, cache_dir=tmp_path)
+        prepared = served(cache_dir=tmp_path)
         counters = prepared.report()["counters"]
         prepared.capture()
         prepared.seal()

@@ -7,15 +7,12 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, GraphMode, compile_ahead, prepare
-from piecegraph.cache.settings import CacheSettings
-from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.dispatch import Reason
 from piecegraph.runtime.core.records import BundleFailed
 
 from ..conftest import strict_backend
-from .conftest import Texts
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache")]
 
 SIZES = (1, 7, 8, 9, 10, 63, 64, 65, 66, 96)
 CAPTURES = (4, 8, 12, 80, 96)
@@ -62,8 +59,7 @@ def prepared(model, mode, **settings):
         "graph_mode": mode,
         "attention": {"support": "ALWAYS"},
         "tracing": {"guards": "split"},
-        "compiler": "eager",
-        "cache": False,
+        "compiler": "texts",
     }
     served = prepare(model, Config(**{**given, **settings}), backend=strict_backend())
     served.capture()
@@ -116,15 +112,13 @@ def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a
     assert served.dispatcher.plan.as_json()["ends"] == [8, 64]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(mode, marks=[pytest.mark.heavy] * (mode != GraphMode.FULL)) for mode in MODES],
+)
 def test_a_warm_start_serves_all_intervals(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
-    settings = {
-        "compiler": "texts",
-        "cache_dir": tmp_path,
-        "cache": CacheSettings(verify_bundle="background"),
-    }
+    settings = {"cache_dir": tmp_path, "cache": {"verify_bundle": "background"}}
     prepared(Tiled(), mode, **settings)
     torch._dynamo.reset()
     served = prepared(Tiled(), mode, **settings)
@@ -139,7 +133,7 @@ def test_a_warm_start_serves_all_intervals(mode, tmp_path, monkeypatch):
 @pytest.mark.heavy
 @pytest.mark.parametrize("mode", MODES)
 def test_the_same_under_inductor(mode, tmp_path):
-    settings = {"compiler": "inductor", "cache_dir": tmp_path, "cache": {}}
+    settings = {"compiler": "inductor", "cache_dir": tmp_path}
     counts = []
     for _ in range(2):
         torch._dynamo.reset()
@@ -151,9 +145,8 @@ def test_the_same_under_inductor(mode, tmp_path):
     assert counts == [(3, unique), (0, 0)]
 
 
-def test_served_uncompiled_until_all_intervals_are_compiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
-    settings = {"compiler": "texts", "cache_dir": tmp_path, "cache": {}, "bundle": "serve"}
+def test_served_uncompiled_until_all_intervals_are_compiled(tmp_path):
+    settings = {"cache_dir": tmp_path, "bundle": "serve"}
     served = prepared(Tiled(), GraphMode.PIECEWISE, **settings)
     plain, x = Tiled(), torch.randn(9, 4)
     torch.testing.assert_close(served.run(served.dispatch(Batch(9, 1)), x), plain(x))
@@ -204,9 +197,8 @@ def test_profiler_ranges_name_the_pieces_of_the_interval():
     assert counts == [4, 3]
 
 
-def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
-    settings = {"compiler": "texts", "cache_dir": tmp_path, "cache": {"verify_bundle": "off"}}
+def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path):
+    settings = {"cache_dir": tmp_path, "cache": {"verify_bundle": "off"}}
     prepared(Tiled(), GraphMode.NONE, **settings)
     served = prepared(Tiled(), GraphMode.NONE, **settings)
     decision = served.dispatch(Batch(3, 1))
