@@ -51,6 +51,22 @@ class Rig:
         return torch.rand(shape, device=self.device)
 
 
+def small_config(most=8, **settings):
+    """A small model of an input `x` in FULL graphs at any batch, not compiled and not kept."""
+    return Config(
+        max_num_tokens=most,
+        max_num_reqs=most,
+        **{
+            "inputs": {"x": "float32[num_tokens, 4]"},
+            "graph_mode": "FULL",
+            "attention": {"support": "ALWAYS"},
+            "compiler": "eager",
+            "cache": False,
+            **settings,
+        },
+    )
+
+
 def strict_backend(**options):
     """A replay backend with all checks on."""
     loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}

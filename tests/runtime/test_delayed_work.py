@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from piecegraph import (
     Batch,
-    Config,
     GraphMode,
     PreparedModel,
     get_forward_context,
@@ -29,7 +28,7 @@ from piecegraph.errors import ResultOverwritten, RewrittenEarly
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
 
-from .conftest import compile_once, prepare_on_replay
+from .conftest import compile_once, prepare_on_replay, small_config
 
 MAX_TOKENS, HIDDEN, SLOTS = 8, 4, 32
 GRAPH_MODES = [GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY]
@@ -593,11 +592,9 @@ class Scaled(nn.Module):
 
 def test_an_early_rewrite_of_a_weight_is_named_without_a_trace():
     model = Scaled()
-    config = Config(
-        inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,
-        capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, compile=False,
-        cache=False,
-    )  # fmt: skip
+    config = small_config(
+        4, inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, capture_sizes=(4,), compile=False
+    )
     options = ReplayOptions(delay=True, fail_on_early_writes=True)
     prepared = prepare(model, config, backend=ReplayBackend(options))
     prepared.capture()

@@ -18,7 +18,7 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.torch_compat.basics.tensors import storage_id, unowned_alias, weak_storage
 
-from .conftest import found_by, strict_backend, tensors_alive
+from .conftest import found_by, small_config, strict_backend, tensors_alive
 
 
 @pytest.fixture(autouse=True)
@@ -217,11 +217,7 @@ def test_traces_of_models_that_are_gone_are_freed(shapes):
 def test_closed_models_leave_no_objects(monkeypatch):
     for name in ("piecegraph", "torch.__trace"):  # pytest keeps what is logged
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
-    config = Config(
-        inputs={"input": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
-        capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
-        cache=False,
-    )  # fmt: skip
+    config = small_config(16, inputs={"input": "float32[num_tokens, 8]"}, capture_sizes=(4, 8))
 
     def objects_after(cycles):
         for _ in range(cycles):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import piecegraph as pg
-from piecegraph import Batch, Config
+from piecegraph import Batch
 from piecegraph.errors import (
     AutocastActive,
     BatchExceeded,
@@ -32,6 +32,8 @@ from piecegraph.runtime.core.steps import CORE_CHECKS, GRAPH_CHECKS
 from piecegraph.runtime.part import Part
 from piecegraph.runtime.setup.switches import PARTS
 
+from .conftest import small_config
+
 ROOT = Path(pg.__file__).parent
 BATCH = Batch(3, 3, is_decode=True, query_len=1)
 
@@ -46,11 +48,9 @@ class Model(torch.nn.Module):
 
 
 def prepared_model(backend=None, input_buffers=None, **settings):
-    config = Config(
-        inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
-        capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
-        cache=False,
-    ).changed(**settings)  # fmt: skip
+    config = small_config(16, inputs={"x": "float32[num_tokens, 8]"}, capture_sizes=(4, 8)).changed(
+        **settings
+    )
     return pg.prepare(Model(), config, backend=backend, input_buffers=input_buffers)
 
 

@@ -21,7 +21,7 @@ from piecegraph.errors import AllCapturesFailed, MovedTensor, ResultFormUnknown
 from piecegraph.runtime.capture.recording import SegmentKind
 from piecegraph.tools.explain import explain
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
@@ -65,16 +65,10 @@ class Untraceable(nn.Module):
 
 
 def prepared_for(model, mode, **settings):
-    config = Config(
-        compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(2, 4, 8),
-        graph_mode=mode,
-        cache=False,
+    config = small_config(
+        16, compile=False, capture_sizes=(2, 4, 8), graph_mode=mode,
         attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
-    ).changed(**settings)
+    ).changed(**settings)  # fmt: skip
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
     return prepared

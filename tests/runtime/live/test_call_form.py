@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.errors import ArgumentClassUnknown, ArgumentFixed, InputMismatch, PiecegraphError
+
+from ..conftest import small_config
 
 ROWS = 3
 
@@ -123,14 +125,7 @@ def changes(tree):
 
 
 def prepared_with(tree, **more):
-    config = Config(
-        compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8,
-        max_num_reqs=8,
-        graph_mode="NONE",
-        cache=False,
-    )
+    config = small_config(compile=False, graph_mode="NONE")
     return prepare(Model(), config, examples=((torch.ones(ROWS, 4), filled(tree)), filled(more)))
 
 
@@ -192,10 +187,7 @@ class Unread(nn.Module):
 
 @pytest.mark.compile
 def test_what_the_graph_does_not_read_is_compared_too():
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=8, max_num_reqs=8,
-        graph_mode="NONE", compiler="eager", cache=False,
-    )  # fmt: skip
+    config = small_config(graph_mode="NONE")
     x, mask = torch.rand(ROWS, 4), torch.ones(4)
     prepared = prepare(Unread(), config, examples=((torch.ones(ROWS, 4), mask), {}))
     assert torch.equal(prepared(x, mask, batch=Batch(ROWS, ROWS)), Unread()(x, mask))

@@ -10,7 +10,7 @@ from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepar
 from piecegraph.errors import OtherRowsWritten
 from piecegraph.runtime.core.preserved import WHOLE, SavedMemory, StateTooLarge, preserve
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -218,10 +218,9 @@ def test_a_large_buffer_may_be_written_twice():
         def forward(self, x, slots):
             return super().forward(super().forward(x, slots), slots)
 
-    config = Config(
-        inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
-        steps={"padding": {"slots": 5000}}, max_num_tokens=16, max_num_reqs=16,
-        capture_sizes=(2,), graph_mode="FULL", attention={"support": 3}, cache=False, compile=False,
+    config = small_config(
+        16, inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
+        steps={"padding": {"slots": 5000}}, capture_sizes=(2,), compile=False,
     )  # fmt: skip
     model = Twice(other_rows=False)
     before = model.cache.clone()

@@ -23,6 +23,8 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOpti
 from piecegraph.runtime.backends.replay.tape import Tape
 from piecegraph.torch_compat.basics.tensors import last_modes, storage_id
 
+from ..conftest import small_config
+
 pytestmark = pytest.mark.compile
 
 
@@ -119,16 +121,7 @@ class Model(nn.Module):
 
 def prepared_for(op, *, poison=True, **settings):
     """The op is in a piece: it is not among the splitting ops."""
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8,
-        max_num_reqs=8,
-        capture_sizes=(2, 4),
-        cache=False,
-        compiler="eager",
-        graph_mode="FULL",
-        attention={"support": "ALWAYS"},
-    ).changed(**settings)
+    config = small_config(capture_sizes=(2, 4)).changed(**settings)
     backend = ReplayBackend(ReplayOptions(poison_before_replay=poison))
     return prepare(Model(op), config, backend=backend, layers={"factor": 2.0})
 
@@ -206,10 +199,7 @@ class Reading(nn.Module):
 def test_infinilm_540_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
     op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
     model = Reading(break_graph(fake=lambda x, out: None)(op))
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compile=False,
-        capture_sizes=(4,), graph_mode="FULL", attention={"support": "ALWAYS"}, cache=False,
-    )  # fmt: skip
+    config = small_config(4, compile=False, capture_sizes=(4,))
     line = fn.__code__.co_firstlineno + 1
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
         prepare(model, config, backend=ReplayBackend()).capture()
@@ -270,11 +260,9 @@ def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left():
             torch.ops.faithful_tests.leave(x + self.weight, out := torch.empty_like(x))
             return super().forward(x + out)
 
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, cache=False,
-        capture_sizes=(4,), compiler="eager", graph_mode="PIECEWISE",
-        splitting_ops=("faithful_tests::leave",),
-    )  # fmt: skip
+    config = small_config(
+        4, capture_sizes=(4,), graph_mode="PIECEWISE", splitting_ops=("faithful_tests::leave",)
+    )
     layers = {"factor": SimpleNamespace()}
     left = prepare(Two(read_left), config, backend=ReplayBackend(), layers=layers)
     with pytest.raises(AllCapturesFailed, match=r"that faithful_tests\.leave.* left elsewhere"):
@@ -295,11 +283,7 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled):
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compile=compiled,
-        capture_sizes=(2,), graph_mode="FULL", compiler="eager", cache=False,
-        attention={"support": "ALWAYS"},
-    )  # fmt: skip
+    config = small_config(4, compile=compiled, capture_sizes=(2,))
     model = Weighted()
     backend = ReplayBackend(ReplayOptions(poison_before_replay=True))
     prepared = prepare(model, config, backend=backend)
@@ -420,10 +404,7 @@ def test_a_device_that_is_set_around_a_break_inside_the_model():
 
     prepared = prepare(
         Calls(breaks),
-        Config(
-            inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
-            capture_sizes=(2,), graph_mode="PIECEWISE", cache=False, compile=False,
-        ),
+        small_config(4, capture_sizes=(2,), graph_mode="PIECEWISE", compile=False),
         backend=ReplayBackend(ReplayOptions()),
     )  # fmt: skip
     prepared.capture()
@@ -472,10 +453,7 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
     original = Tape.undo
     monkeypatch.setattr(Tape, "undo", undo)
     op = temporary_op("faithful_tests::attend_to", "(Tensor x, Tensor(a!) out) -> ()", attend)
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compiler="eager",
-        capture_sizes=(2,), graph_mode="PIECEWISE", cache=False, splitting_ops=(op,),
-    )  # fmt: skip
+    config = small_config(4, capture_sizes=(2,), graph_mode="PIECEWISE", splitting_ops=(op,))
     model = Two()
     prepared = prepare(model, config, backend=ReplayBackend(ReplayOptions()))
     prepared.capture()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, ForwardContext, forward_context, prepare
+from piecegraph import Batch, ForwardContext, forward_context, prepare
 from piecegraph.errors import SetUpOnFirstUse
 from piecegraph.runtime.forward_context import get_forward_context
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 GLOBAL = SimpleNamespace(ready=False)
 
@@ -92,11 +92,9 @@ HOLDERS = {
 
 
 def prepared_for(model, layers, mode, **more):
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=16, max_num_reqs=16,
-        capture_sizes=(2, 4), graph_mode=mode, attention={"support": "ALWAYS"}, cache=False,
-        compiler="eager", splitting_ops=(OP,),
-    ).changed(**more)  # fmt: skip
+    config = small_config(16, capture_sizes=(2, 4), graph_mode=mode, splitting_ops=(OP,)).changed(
+        **more
+    )
     return prepare(model, config, layers=layers, backend=strict_backend())
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, PreparedModel, StepObserver, prepare
+from piecegraph import Batch, PreparedModel, StepObserver, prepare
 from piecegraph.errors import BatchInvalid, InvalidArgument, NotCopyable, ReturnsWeight
 
+from ..conftest import small_config
 from .conftest import HIDDEN
 
 Call = Callable[[PreparedModel, torch.Tensor], Any]
@@ -74,10 +75,7 @@ class Returning(nn.Module):
     ],
 )
 def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(returned, name):
-    config = Config(
-        inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=4, max_num_reqs=4,
-        compiler="eager", cache=False, graph_mode="NONE",
-    )  # fmt: skip
+    config = small_config(4, inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, graph_mode="NONE")
     if name is not None:
         with pytest.raises(ReturnsWeight, match=name):
             prepare(Returning(returned), config)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.compile.plan.result_forms import checked_link
 from piecegraph.errors import AllCapturesFailed, PiecegraphError, ResultNotAsTraced
+
+from ..conftest import small_config
 
 LIES = {
     "wider": (lambda x: (x + 1).double(), r"float64\[\d, 4\].* told the trace float32\[\d, 4\]"),
@@ -41,12 +43,9 @@ class Model(nn.Module):
 
 
 def config(mode, **settings):
-    return Config(
-        splitting_ops=("told_tests::op",), inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16, max_num_reqs=16, capture_sizes=(3,), graph_mode=mode,
-        attention={"support": "ALWAYS"},
-        compiler="eager", cache=False,
-    ).changed(**settings)  # fmt: skip
+    return small_config(
+        16, splitting_ops=("told_tests::op",), capture_sizes=(3,), graph_mode=mode
+    ).changed(**settings)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])

@@ -30,6 +30,7 @@ from piecegraph.runtime.parts.proof.cause import Cause
 from piecegraph.runtime.parts.proof.declared_writes import Stopped
 from piecegraph.tools.steps import load_steps
 
+from ..conftest import small_config
 from .conftest import HIDDEN, LiveServed, Model, Texts, starts_of
 
 Prepare = Callable[..., LiveServed]
@@ -368,11 +369,9 @@ def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
 
         _COMPILER_FNS.pop("planted", None)
         register_backend(compiler, name="planted")
-        config = Config(
-            inputs={"x": "float32[num_tokens, 8]", "slots": "int64[num_tokens]"},
-            max_num_tokens=16, max_num_reqs=16, capture_sizes=(4,), graph_mode="FULL",
-            attention={"support": 3}, compiler="planted", cache=False,
-            steps={"padding": {"slots": DUMP}}, shadow=EACH,
+        config = small_config(
+            16, inputs={"x": "float32[num_tokens, 8]", "slots": "int64[num_tokens]"},
+            capture_sizes=(4,), compiler="planted", steps={"padding": {"slots": DUMP}}, shadow=EACH,
         )  # fmt: skip
         prepared = prepare(model or Decoder(), config.changed(**settings))
         prepared.capture()

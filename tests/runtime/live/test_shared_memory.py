@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.errors import InputsShareMemory
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -43,18 +43,11 @@ def op(temporary_op):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["traced", "untraced"])
 def prepared(op, request):
-    config = Config(
-        splitting_ops=(op,),
+    config = small_config(
+        16, splitting_ops=(op,),
         inputs={name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(4, 8),
-        attention={"support": "ALWAYS"},
-        graph_mode="FULL_AND_PIECEWISE",
-        compile=request.param,
-        compiler="eager",
-        cache=False,
-    )
+        capture_sizes=(4, 8), graph_mode="FULL_AND_PIECEWISE", compile=request.param,
+    )  # fmt: skip
     prepared = prepare(Model(), config, backend=strict_backend())
     prepared.capture()
     return prepared

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten
 
 from piecegraph import (
     Batch,
-    Config,
     ForwardContext,
     PreparedModel,
     break_graph,
@@ -36,6 +35,8 @@ from piecegraph.errors import AllCapturesFailed, OutsideStep, ReadNotKept, Stale
 from piecegraph.runtime.capture.op_log import line_of_difference, ops_of
 from piecegraph.runtime.parts.checks.step_reads import StepReads
 from piecegraph.torch_compat.basics.tensors import without_modes
+
+from ..conftest import small_config
 
 
 class Inner:
@@ -117,16 +118,7 @@ def prepared_for(
     layers: dict[str, Inner] | None = None,
     metadata: Any = None,
 ) -> PreparedModel:
-    config = Config(
-        compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=4,
-        max_num_reqs=4,
-        capture_sizes=(2,),
-        graph_mode=mode,
-        cache=False,
-        attention={"support": "ALWAYS"},
-    )
+    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode=mode)
     prepared = prepare(Model(read).to(device), config, layers=layers)
     prepared.capture(lambda descriptor, mode: metadata or Metadata(2.0))
     return prepared

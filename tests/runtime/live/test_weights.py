@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.errors import ModelChanged, ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.graph_set import GraphSet
@@ -19,7 +19,7 @@ from piecegraph.runtime.forward_context import ForwardContext
 from piecegraph.runtime.parts.checks.address_checks import MetadataAddresses
 from piecegraph.runtime.parts.checks.step_reads import ALL_EVERY
 
-from ..conftest import strict_backend, tensors_alive
+from ..conftest import small_config, strict_backend, tensors_alive
 
 
 def replace_weight(model):
@@ -178,11 +178,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_weight_that_is_tied_no_more_is_an_error(traced):
-    config = Config(
-        compile=traced, compiler="eager", cache=False, inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=4, max_num_reqs=4, capture_sizes=(4,), graph_mode="FULL",
-        attention={"support": "ALWAYS"},
-    )  # fmt: skip
+    config = small_config(4, compile=traced, capture_sizes=(4,))
     model, x = Tied(), torch.rand(4, 4)
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture()
@@ -494,16 +490,7 @@ class Quantized(nn.Module):
 @pytest.mark.compile
 def test_inner_tensors_of_a_tensor_subclass_are_followed():
     model = Quantized()
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8,
-        max_num_reqs=8,
-        capture_sizes=(2, 4),
-        graph_mode="FULL",
-        attention={"support": 3},
-        compiler="eager",
-        cache=False,
-    )
+    config = small_config(capture_sizes=(2, 4))
     prepared = prepare(model, config, backend=strict_backend(fail_on_moved_inputs=False))
     prepared.capture()
     x = torch.ones(2, 4)
