@@ -82,7 +82,9 @@ CALLS = (
 ALL = [(moment, call) for moment in (0.1, 0.8) for call in CALLS]
 
 
-@pytest.mark.parametrize("each", [[(0.1, "child()")], pytest.param(ALL, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    "each", [ALL[4:5], pytest.param(ALL, marks=pytest.mark.heavy)], ids=["child", "all"]
+)
 def test_neither_the_engine_nor_the_verification_fails(tmp_path, each):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(each)],

@@ -32,6 +32,17 @@ def scaled(x: Tensor, out: Tensor) -> None:
     out.copy_(x * get_forward_context().metadata)
 
 
+class Declared:
+    graph_constants = ("bound",)
+
+    def __init__(self, bound):
+        self.bound = bound
+
+
+def declared(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * get_forward_context().metadata.bound)
+
+
 def kept(x: Tensor, out: Tensor) -> None:
     out.copy_(x * get_forward_context().layers["factor"])
 
@@ -93,6 +104,7 @@ def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
 def ops(temporary_op):
     for op in (
         scaled,
+        declared,
         kept,
         counted,
         read,
@@ -145,6 +157,13 @@ def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler):
         step(prepared, 3.0)
     line = scaled.__code__.co_firstlineno + 1
     assert caught.value.where.endswith(f"test_faithful_replay.py:{line}")
+
+
+def test_failure_23_a_replay_reads_the_context_of_its_capture():
+    """As on a device, whatever the step brings: here a declared constant that changed."""
+    prepared = prepared_for(declared, poison=False)
+    prepared.capture(lambda descriptor, mode: Declared(5.0))
+    assert step(prepared, Declared(3.0)).unique().item() == 11
 
 
 def test_what_is_the_same_object_in_each_step_may_be_read():
@@ -240,9 +259,23 @@ def test_captures_that_fail_in_part_are_no_error():
     assert len(prepared.recordings()) == 1
 
 
-def test_a_host_read_whose_error_the_op_swallows_fails_the_capture_too():
-    prepared = prepared_for(swallowed)
-    line = swallowed.__code__.co_firstlineno + 2
+class Swallowing(Reading):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except Exception:
+            return x + 1
+
+
+@pytest.mark.parametrize("op", [swallowed, read])
+def test_a_host_read_whose_error_the_op_or_the_model_swallows_fails_the_capture_too(op):
+    if op is swallowed:
+        prepared = prepared_for(op)
+    else:
+        model = Swallowing(torch.ops.faithful_tests.read)
+        config = small_config(4, compile=False, capture_sizes=(4,))
+        prepared = prepare(model, config, backend=ReplayBackend())
+    line = op.__code__.co_firstlineno + 1 + (op is swallowed)
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
         prepared.capture()
 
