@@ -6,7 +6,6 @@ from torch import nn
 
 from piecegraph import (
     Batch,
-    Config,
     RuntimeMode,
     break_graph,
     get_forward_context,
@@ -19,7 +18,7 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOpti
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
-from .conftest import make_rig, strict_backend
+from .conftest import make_rig, small_config, strict_backend
 from .fake_device import FakeBackend
 
 
@@ -81,11 +80,8 @@ class Model(nn.Module):
 def served(scene):
     """A model with one slot for each token, the slots, and its metadata."""
     model, cache = Model().to(scene.device), torch.zeros(9, 4, device=scene.device)
-    config = Config(
+    config = small_config(
         compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8,
-        max_num_reqs=8,
         capture_sizes=(4, 8),
         graph_mode="FULL_AND_PIECEWISE",
         attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},

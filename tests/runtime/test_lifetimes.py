@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.testing import assert_close
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 from piecegraph.runtime.capture.recorder import record
@@ -191,14 +191,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
 def test_traces_of_models_that_are_gone_are_freed(shapes):
     def prepare_and_drop():
-        config = Config(
-            inputs={"x": "float32[num_tokens, 4]"},
-            max_num_tokens=16,
-            max_num_reqs=16,
-            tracing={"dynamic_shapes": shapes},
-            compiler="eager",
-            cache=False,
-        )
+        config = small_config(16, tracing={"dynamic_shapes": shapes}, graph_mode="PIECEWISE")
         prepare(Scaled(), config, backend=strict_backend())
         gc.collect()
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, PiecegraphError, prepare
+from piecegraph import Batch, PiecegraphError, prepare
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -128,22 +128,16 @@ BEFORE = {**KEPT, "slots": BY_ROW["slots"]}
 
 
 def prepared_for(model, compiles, **settings):
-    config = Config(
+    rows = "int64[num_tokens]"
+    config = small_config(
+        16,
         compile=compiles,
-        inputs={
-            "x": "float32[num_tokens, 4]",
-            **dict.fromkeys(("slots", "ids"), "int64[num_tokens]"),
-        },
+        inputs={"x": "float32[num_tokens, 4]", "slots": rows, "ids": rows},
         splitting_ops=("padding_forms::attend",),
         tracing={"guards": "split"},
         steps={"padding": {"slots": DUMP}},
         capture_sizes=(4, 8, 16),
-        max_num_tokens=16,
-        max_num_reqs=16,
         graph_mode="PIECEWISE" if compiles else "FULL",
-        attention={"support": 3},
-        compiler="eager",
-        cache=False,
     )
     return prepare(model, config.changed(**settings), backend=strict_backend())
 

@@ -127,7 +127,7 @@ class Model(nn.Module):
 
 
 KINDS = {
-    "decoder": (Model(attends), 1),
+    "decoder": (Model(attends, layers=1), 1),
     "experts": (Model(attends, experts=3), 1),
     "KV update": (Model(keeps_and_reads), 2),
     "recurrent": (Model(scans), 1),
@@ -203,7 +203,7 @@ def test_results_and_state_are_the_models(tmp_path, kind):
                     assert (len(graphs), calls) == (1, [])
                 else:  # a partition is one operation: nothing else is between splitting ops
                     assert {each.operations for each in graphs} == {1}
-                    assert sum(len(each.calls) for each in calls) == LAYERS * per_layer
+                    assert sum(len(each.calls) for each in calls) == len(model.layers) * per_layer
             prepared.close()
 
 

@@ -13,6 +13,8 @@ from torch._higher_order_ops.scan import scan
 import piecegraph as pg
 from piecegraph.errors import GuardUnproved, ResultFormUnknown, Specialized
 
+from ..conftest import small_config
+
 pytestmark = pytest.mark.compile
 
 
@@ -54,16 +56,7 @@ WAYS = {
 def prepared(body: Callable[[Tensor], Any], **settings: Any) -> pg.PreparedModel:
     made = pg.prepare(
         Body(body),
-        pg.Config(
-            inputs={"x": "float32[num_tokens, 4]"},
-            max_num_tokens=8,
-            max_num_reqs=8,
-            capture_sizes=(2, 8),
-            graph_mode="FULL",
-            cache=False,
-            attention={"support": "ALWAYS"},
-            **settings,
-        ),
+        small_config(capture_sizes=(2, 8), **{"compiler": "inductor", **settings}),
     )
     made.capture(lambda descriptor, mode: None)
     return made

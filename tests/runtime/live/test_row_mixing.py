@@ -6,7 +6,7 @@ from torch import nn
 
 from piecegraph import Batch, Config, prepare
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -44,16 +44,8 @@ ROW_WISE = {
 
 def prepared_for(last, **settings):
     model = Model(last)
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(2, 4, 8),
-        graph_mode="FULL",
-        attention={"support": 3},
-        cache=False,
-        **{"compiler": "eager", **settings},
-    )
+    inputs = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"}
+    config = small_config(16, inputs=inputs, capture_sizes=(2, 4, 8), **settings)
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture()
     return prepared, model
@@ -165,14 +157,7 @@ class Attention(nn.Module):
 def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows():
     junk = [torch.full((5, 4), float(value)) for value in range(64)]
     del junk  # the memory that is allocated next holds another value in each run
-    config = Config(
-        splitting_ops=("row_mixing::attend",),
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        compiler="eager",
-        cache=False,
-    )
+    config = small_config(16, splitting_ops=("row_mixing::attend",), graph_mode="PIECEWISE")
     assert prepare(Attention(), config).report()["rows_mixed"] == []
 
 
@@ -191,19 +176,14 @@ class Attends(nn.Module):
 
 @pytest.mark.parametrize("lookup", [False, True])
 def test_padding_of_another_size_reaches_no_row(lookup):
-    config = Config(
+    config = small_config(
         inputs={
             "x": "float32[num_tokens, 4]",
             "image": "float32[num_patches, 4]",
             "places": "int64[num_tokens]",
         },
         tracing={"symbol_limits": {"num_patches": (1, 8)}},
-        max_num_tokens=8,
         capture_sizes=(4, 8),
-        graph_mode="FULL",
-        attention={"support": 3},
-        compiler="eager",
-        cache=False,
     )
     model = Attends(lookup)
     prepared = prepare(model, config, backend=strict_backend())

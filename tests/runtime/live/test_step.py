@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, GraphMode, prepare
+from piecegraph import Batch, prepare
 from piecegraph.errors import (
     BatchExceeded,
     InputMismatch,
@@ -13,7 +13,7 @@ from piecegraph.errors import (
     SizeOutOfRange,
 )
 
-from ..conftest import found_by, strict_backend
+from ..conftest import found_by, small_config, strict_backend
 
 DECODE = Batch(3, 3, is_decode=True, query_len=1)
 
@@ -30,7 +30,7 @@ class Everything(nn.Module):
         return {"x": x, "pair": (x.t() * factor, lengths + 1), "ids": ids}
 
 
-CONFIG = Config(
+CONFIG = small_config(
     inputs={
         "ids": "int64[num_tokens]",
         "positions": "int64[3, num_tokens]",
@@ -38,14 +38,8 @@ CONFIG = Config(
         "hidden.x": "float32[num_tokens, 4]",
     },
     tracing={"symbol_limits": {"num_reqs": (1, 8)}},
-    max_num_tokens=8,
-    max_num_reqs=8,
     capture_sizes=(4, 8),
-    graph_mode=GraphMode.FULL,
-    attention={"support": 3},
     steps={"padding": {"ids": 31, "positions": "repeat", "lengths": "keep", "unused": "zero"}},
-    compiler="eager",
-    cache=False,
 )
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, compile_ahead, prepare
+from piecegraph import Batch, compile_ahead, prepare
 from piecegraph.errors import InputMismatch
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -20,18 +20,15 @@ class Model(nn.Module):
 
 
 def config(**settings):
-    return Config(
+    return small_config(
+        MAX_TOKENS,
         inputs={
             "x": "float32[num_tokens, 4]",
             "positions": "int64[3, num_tokens]",
             "table": "float32[3, 5]",
         },
-        max_num_tokens=MAX_TOKENS,
-        max_num_reqs=MAX_TOKENS,
         capture_sizes=(2, 4, 8),
-        graph_mode="FULL",
-        attention={"support": 3},
-        **{"compiler": "inductor", "cache": False, **settings},
+        **{"compiler": "inductor", **settings},
     )
 
 

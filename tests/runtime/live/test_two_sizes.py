@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import AttentionSupport, Axis, Batch, Config, prepare
+from piecegraph import Axis, Batch, prepare
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 LIBRARY = torch.library.Library("two_sizes", "DEF")
 LIBRARY.define("attend(Tensor qkv, Tensor num_patches, Tensor(a!) output) -> ()")
@@ -43,7 +43,8 @@ class Tower(nn.Module):
 
 @pytest.fixture(scope="module")
 def prepared():
-    config = Config(
+    config = small_config(
+        4,
         inputs={
             "patches": "float32[num_tokens, patches, 12]",
             "places": "int64[num_tokens, patches]",
@@ -52,13 +53,8 @@ def prepared():
         tracing={"symbol_limits": {"patches": (1, 16)}},
         variants={"axes": (Axis("patches", (4, 8, 16), rounds_up=True),)},
         splitting_ops=("two_sizes::attend",),
-        attention={"support": AttentionSupport.ALWAYS},
-        max_num_tokens=4,
-        max_num_reqs=4,
         capture_sizes=(1, 2, 4),
         graph_mode="FULL_AND_PIECEWISE",
-        compiler="eager",
-        cache=False,
     )
     prepared = prepare(Tower(), config, backend=strict_backend())
     prepared.capture()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, PreparedModel, ReplayBackend, break_graph, prepare
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -68,16 +68,14 @@ def prepared_for(
     **settings: Any,
 ) -> PreparedModel:
     traced = not isinstance(model, Breaking)
-    config = Config(
+    config = small_config(
+        32,
         compile=traced,
         splitting_ops=("written_inputs::double",) if traced else (),
         inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"),
-        max_num_tokens=32,
-        max_num_reqs=32,
         capture_sizes=(4, 8),
         attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
-        cache=False,
-        **{"compiler": "eager", **settings},
+        **settings,
     )
     backend = backend or strict_backend()
     prepared = prepare(model, config, backend=backend, input_buffers=buffers)
