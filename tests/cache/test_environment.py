@@ -143,7 +143,7 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(package_sour
     assert readers == {"cache/keys/environment.py", *compat, *theirs}
 
 
-def reads_environment(tree: ast.AST) -> bool:
+def reads_environment(tree):
     return any(
         (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
         or (isinstance(node, ast.alias) and node.name in ("environ", "environb", "getenv"))

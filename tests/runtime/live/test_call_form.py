@@ -69,7 +69,7 @@ def number(value):
 
 
 class Model(nn.Module):
-    def forward(self, x: Tensor, tree: Any, mode: Phase = Phase.DECODE, **more: Any) -> Tensor:
+    def forward(self, x, tree, mode=Phase.DECODE, **more):
         return x * 0.5 + number(tree) + number(mode) + number(more)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
 from piecegraph import (
@@ -28,7 +27,7 @@ from ..conftest import small_config
 pytestmark = pytest.mark.compile
 
 
-def scaled(x: Tensor, out: Tensor) -> None:
+def scaled(x, out):
     out.copy_(x * get_forward_context().metadata)
 
 
@@ -39,42 +38,42 @@ class Declared:
         self.bound = bound
 
 
-def declared(x: Tensor, out: Tensor) -> None:
+def declared(x, out):
     out.copy_(x * get_forward_context().metadata.bound)
 
 
-def kept(x: Tensor, out: Tensor) -> None:
+def kept(x, out):
     out.copy_(x * get_forward_context().layers["factor"])
 
 
-def counted(x: Tensor, out: Tensor) -> None:
+def counted(x, out):
     out.fill_(len(x.nonzero()))
 
 
-def read(x: Tensor, out: Tensor) -> None:
+def read(x, out):
     out.fill_(x.sum().item())
 
 
-def swallowed(x: Tensor, out: Tensor) -> None:
+def swallowed(x, out):
     try:
         out.fill_(x.sum().item())
     except Exception:
         out.zero_()
 
 
-def listed(x: Tensor, out: Tensor) -> None:
+def listed(x, out):
     out.fill_(max(x.tolist()[0]))
 
 
-def as_array(x: Tensor, out: Tensor) -> None:
+def as_array(x, out):
     out.fill_(float(np.asarray(x).sum()))
 
 
-def copied_array(x: Tensor, out: Tensor) -> None:
+def copied_array(x, out):
     out.fill_(float(np.array(x).sum()))
 
 
-def from_cpu(x: Tensor, out: Tensor) -> None:
+def from_cpu(x, out):
     out.fill_(float(x.cpu().numpy().sum()))
 
 
@@ -82,19 +81,19 @@ VALUE_READS = (listed, as_array, copied_array, from_cpu)
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-def leave(x: Tensor, out: Tensor) -> None:
+def leave(x, out):
     get_forward_context().layers["factor"].norm = x + 1
     out.copy_(x)
 
 
-def read_left(x: Tensor, out: Tensor) -> None:
+def read_left(x, out):
     out.copy_(get_forward_context().layers["factor"].norm)
 
 
 SET_UP = []
 
 
-def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
+def set_up_on_first_use(x, out):
     if not SET_UP:
         SET_UP.append(x.sum().item())
     out.copy_(x)
@@ -124,7 +123,7 @@ class Model(nn.Module):
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
         self.op = getattr(torch.ops.faithful_tests, op.__name__)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x + self.weight
         out = torch.empty_like(y)
         self.op(y, out)
@@ -206,7 +205,7 @@ class Reading(nn.Module):
         super().__init__()
         self.op = op
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         out = torch.empty_like(x)
         self.op(x, out)
         return out + 1
@@ -229,7 +228,7 @@ def test_infinilm_540_a_value_read_of_a_model_that_is_not_traced_fails_the_captu
 
 def test_a_host_read_of_a_piece_itself_names_no_line_of_ours():
     class Chosen(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x[x[:, 0] > 0].sum(0) + x
 
     config = Config(
@@ -243,7 +242,7 @@ def test_a_host_read_of_a_piece_itself_names_no_line_of_ours():
 def test_a_host_read_in_an_op_for_all_devices_fails_the_capture():
     """`torch.library.custom_op` without device types registers no kernel of the CPU's own."""
 
-    def read_anywhere(x: Tensor, out: Tensor) -> None:
+    def read_anywhere(x: torch.Tensor, out: torch.Tensor) -> None:
         out.fill_(x.sum().item())
 
     torch.library.custom_op("faithful_tests::read_anywhere", read_anywhere, mutates_args={"out"})
@@ -260,7 +259,7 @@ def test_captures_that_fail_in_part_are_no_error():
 
 
 class Swallowing(Reading):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         try:
             return super().forward(x)
         except Exception:
@@ -289,7 +288,7 @@ def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_captu
 
 def test_an_op_in_a_piece_does_not_read_what_a_splitting_op_left():
     class Two(Model):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             torch.ops.faithful_tests.leave(x + self.weight, out := torch.empty_like(x))
             return super().forward(x + out)
 
@@ -310,7 +309,7 @@ class Weighted(nn.Module):
         self.factor = torch.tensor(2.0)
         self.register_buffer("shift", torch.tensor(1.0))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.factor + self.shift
 
 
@@ -335,27 +334,27 @@ def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled):
     assert step(prepared, None).unique().item() == 10
 
 
-def moved_by_device(x: Tensor) -> Tensor:
+def moved_by_device(x):
     return x + torch.arange(4).to(x.device)
 
 
-def moved_after_work(x: Tensor) -> Tensor:
+def moved_after_work(x):
     return x + (torch.ones(4) * 2).float().to(dtype=x.dtype, device=x.device)
 
 
-def moved_to_another(x: Tensor) -> Tensor:
+def moved_to_another(x):
     return x + torch.tensor([1, 2, 3, 4]).to(x)
 
 
-def made_on_the_device(x: Tensor) -> Tensor:
+def made_on_the_device(x):
     return x.to(x.device) + torch.arange(4, device=x.device).to(x.dtype).to(x.device)
 
 
-def other_dtype(x: Tensor) -> Tensor:
+def other_dtype(x):
     return x + torch.arange(4).to(x.dtype)
 
 
-def form_from_the_host(x: Tensor) -> Tensor:
+def form_from_the_host(x):
     return x + torch.zeros_like(torch.arange(4), device=x.device).to(x.device)
 
 
@@ -365,12 +364,12 @@ MADE_ON_THE_HOST = [moved_by_device, moved_after_work, moved_to_another]
 class Calls(nn.Module):
     """Calls a function, and keeps a table that it makes in the first call."""
 
-    def __init__(self, fn: Callable[[Tensor], Tensor], keeps: bool = False) -> None:
+    def __init__(self, fn, keeps=False):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
         self.fn, self.keeps, self.table = fn, keeps, None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = x * self.weight
         if not self.keeps:
             return self.fn(y)
@@ -429,7 +428,7 @@ def test_a_device_that_is_set_around_a_break_inside_the_model():
     """The mode that looks for copies is below that of the model."""
     double = break_graph(lambda y: y.mul_(2))
 
-    def breaks(x: Tensor) -> Tensor:
+    def breaks(x):
         with torch.device(x.device):
             y = x + torch.arange(4).to(x.device)
             double(y)
@@ -464,7 +463,7 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
 ):
     seen, kept = list[float](), set[int]()
 
-    def attend(x: Tensor, out: Tensor) -> None:
+    def attend(x, out):
         seen.append(float(x.sum()))
         out.copy_(x)
 
@@ -473,7 +472,7 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
             super().__init__()
             self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             y = x * 0 + self.weight
             out = torch.empty_like(y)
             torch.ops.faithful_tests.attend_to(y, out)

@@ -19,26 +19,24 @@ pytestmark = pytest.mark.compile
 
 
 class Body(nn.Module):
-    def __init__(self, body: Callable[[Tensor], Any]) -> None:
+    def __init__(self, body):
         super().__init__()
         self.body = body
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.body(x)
 
 
-def asserted(
-    condition: Callable[[Tensor], Any], check: Callable[[Any], object] = torch._check
-) -> Any:
-    def body(x: Tensor) -> Tensor:
+def asserted(condition, check=torch._check):
+    def body(x):
         check(condition(x))
         return x * 2
 
     return body
 
 
-def with_message(condition: Callable[[Tensor], Any]) -> Any:
-    def body(x: Tensor) -> Tensor:
+def with_message(condition):
+    def body(x):
         rows = x.size(0)
         torch._check(condition(x), lambda: f"not with {rows} rows")
         return x * 2
@@ -53,7 +51,7 @@ WAYS = {
 }
 
 
-def prepared(body: Callable[[Tensor], Any], **settings: Any) -> pg.PreparedModel:
+def prepared(body, **settings):
     made = pg.prepare(
         Body(body),
         small_config(capture_sizes=(2, 8), **{"compiler": "inductor", **settings}),
@@ -62,7 +60,7 @@ def prepared(body: Callable[[Tensor], Any], **settings: Any) -> pg.PreparedModel
     return made
 
 
-def full_step(model: pg.PreparedModel, x: Tensor) -> Any:
+def full_step(model, x):
     rows = x.size(0)
     decision = model.dispatch(pg.Batch(rows, rows, is_decode=True, query_len=1))
     assert decision.mode is pg.RuntimeMode.FULL
@@ -158,7 +156,7 @@ def test_an_assertion_on_data_holds_or_raises_in_each_call(source):
     """Also what the trace has learned from it: that a size is 4, or that of an input."""
     for condition in PLANTED.values():
 
-        def body(x: Tensor, condition: Any = condition) -> Tensor:
+        def body(x, condition=condition):
             torch._check(condition(SOURCES[source](x), x.size(0)))
             return x * 2
 

@@ -6,17 +6,17 @@ Others are among the tests of what protects from them: docs/failures.md has a ro
 from __future__ import annotations
 
 import pwd
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Batch, Config, PreparedModel, RuntimeMode, prepare
+from piecegraph import Batch, Config, RuntimeMode, prepare
 from piecegraph.errors import ArgumentFixed, InputMismatch
 
 
-def served(model: nn.Module, metadata: Any = None, **settings: Any) -> PreparedModel:
+def served(model, metadata=None, **settings):
     made = {
         "compile": False, "inputs": {"x": "float32[num_tokens, 4]"}, "max_num_tokens": 8,
         "max_num_reqs": 8, "graph_mode": "FULL", "attention": {"support": "ALWAYS"},
@@ -30,7 +30,7 @@ def served(model: nn.Module, metadata: Any = None, **settings: Any) -> PreparedM
 class Deepstack(nn.Module):
     """Adds what an image request brings."""
 
-    def forward(self, x: Tensor, states: dict[str, Tensor]) -> Tensor:
+    def forward(self, x, states):
         return sum(states.values(), x)
 
 
@@ -47,7 +47,7 @@ def test_sglang_33726_rows_of_an_image_are_added_or_refused(mode):
 
 
 class IdsOrEmbeddings(nn.Module):
-    def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
+    def forward(self, x, embeddings=None):
         if (x is None) == (embeddings is None):
             raise ValueError("either, not both")
         return (x if embeddings is None else embeddings) * 2
@@ -65,7 +65,7 @@ class Workspace(nn.Module):
 
     kept: ClassVar = {"memory": torch.ones(8, 4)}
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.kept["memory"][: x.size(0)]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from piecegraph import Axis, Batch, Config, PreparedModel, prepare
+from piecegraph import Axis, Batch, Config, prepare
 from piecegraph.cache import Cache
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile.ir.compilation import CompileRequest
@@ -42,19 +41,19 @@ DEEPSTACK = {**EMBEDS, "deepstack.0": ROWS, "deepstack.1": ROWS}
 FORMS = (IDS, EMBEDS, DEEPSTACK)
 
 
-def mix(x: Tensor, out: Tensor) -> None:
+def mix(x, out):
     out.copy_(x.cumsum(0))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def op(temporary_op: Callable[..., str]) -> str:
+def op(temporary_op):
     return temporary_op("form_tests::mix", "(Tensor x, Tensor(a!) out) -> ()", mix)
 
 
 class Decoder(nn.Module):
     """`gate` is for embeddings alone; deepstack rows are added after the first layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(32, HIDDEN)
@@ -64,11 +63,11 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        inputs_embeds: Tensor | None = None,
-        deepstack: list[Tensor] | None = None,
-    ) -> Tensor:
+        input_ids,
+        positions,
+        inputs_embeds=None,
+        deepstack=None,
+    ):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds * self.gate
         x = x + positions[:, None]
         for number, weight in enumerate(self.layers):
@@ -81,7 +80,7 @@ class Decoder(nn.Module):
         return x
 
 
-def served(model: nn.Module | None = None, **settings: Any) -> PreparedModel:
+def served(model=None, **settings):
     given: dict[str, Any] = {
         "inputs": FORMS,
         "splitting_ops": ("form_tests::mix",),
@@ -95,7 +94,7 @@ def served(model: nn.Module | None = None, **settings: Any) -> PreparedModel:
     return prepare(model or Decoder(), Config(**{**given, **settings}), backend=strict_backend())
 
 
-def call(form: int, num_tokens: int) -> dict[str, Any]:
+def call(form, num_tokens):
     ids = torch.randint(32, (num_tokens,))
     arguments: dict[str, Any] = {"input_ids": ids, "positions": torch.arange(num_tokens)}
     if form:
@@ -105,14 +104,12 @@ def call(form: int, num_tokens: int) -> dict[str, Any]:
     return arguments
 
 
-def batch(num_tokens: int, decode: bool = False, **facts: Any) -> Batch:
+def batch(num_tokens, decode=False, **facts):
     of_decode = {"is_decode": True, "query_len": 1} if decode else {}
     return Batch(num_tokens, num_tokens if decode else 1, **of_decode, **facts)
 
 
-def step(
-    prepared: PreparedModel, form: int, num_tokens: int, decode: bool = False, within: float = 0
-) -> str:
+def step(prepared, form, num_tokens, decode=False, within=0):
     """One step that must equal the model, bit for bit by default; how it ran."""
     arguments, decisions = call(form, num_tokens), list[Any]()
     result = prepared(**arguments, batch=batch(num_tokens, decode), metadata=decisions.append)
@@ -121,7 +118,7 @@ def step(
     return f"{decisions[0].mode.name} {decisions[0].descriptor.form}"
 
 
-def graphs(prepared: PreparedModel) -> Counter[str]:
+def graphs(prepared):
     entries = [prepared.dispatcher.plan.entries[index] for index, _ in prepared.recordings()]
     return Counter(f"{entry.mode.name} {entry.descriptor.form}" for entry in entries)
 
@@ -273,7 +270,7 @@ def test_a_wrong_graph_of_one_form_leaves_service_alone(tmp_path):
     graph = prepared._core.graphs.installed[decision.graph_index]
     replay = graph.replay
 
-    def wrong(*step: Any) -> Any:
+    def wrong(*step):
         return [result + 1 for result in replay(*step)]
 
     object.__setattr__(graph, "replay", wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,6 @@ from piecegraph import (
     Batch,
     Config,
     GraphMode,
-    PreparedModel,
     RuntimeMode,
     get_forward_context,
     prepare,
@@ -38,7 +37,7 @@ Prepare = Callable[..., LiveServed]
 EACH = {"every": 1, "share": 1.0}
 
 
-def run(served: LiveServed, *lengths: int) -> bool:
+def run(served, *lengths):
     """Run one step; whether it gives the plain model's rows."""
     try:
         served.step(*lengths)
@@ -47,18 +46,18 @@ def run(served: LiveServed, *lengths: int) -> bool:
     return True
 
 
-def the_wrong_step(prepared: PreparedModel) -> WrongStep:
+def the_wrong_step(prepared):
     (wrong,) = prepared.records.of(WrongStep)
     return wrong
 
 
-def compiled_wrong(patch: pytest.MonkeyPatch, at: int | None = None) -> None:
+def compiled_wrong(patch, at=None):
     """Pieces of the compiler add one to what they give, only `at` that size if it is stated."""
 
-    def wrong(self: Texts, code: str) -> Callable[[list[Any]], Any]:
+    def wrong(self, code):
         right = loaded(self, code)
 
-        def run(args: list[Any]) -> Any:
+        def run(args):
             rows = next(each for each in args if each.dim() > 1)
             results = right(args)
             hit = at is None or len(rows) == at
@@ -125,11 +124,11 @@ def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch
 
 
 class Gained(Model):
-    def __init__(self, gain: float) -> None:
+    def __init__(self, gain):
         super().__init__()
         self.gain = gain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * self.gain
 
 
@@ -157,12 +156,12 @@ def test_a_stale_bundle_is_put_aside(prepare_live, monkeypatch):
     assert run(again, 3)
 
 
-def other_gain(served: LiveServed) -> None:
+def other_gain(served):
     served.model.gain = 3.0
 
 
-def other_weight(served: LiveServed) -> None:
-    layer: Any = served.model.layers[0]  # type: ignore[index]
+def other_weight(served):
+    layer: Any = served.model.layers[0]
     layer.weight = torch.nn.Parameter(layer.weight * 2, requires_grad=False)
 
 
@@ -198,7 +197,7 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, 
 
 
 class MixesRows(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) + x.nan_to_num(7.0).sum(0)
 
 
@@ -214,9 +213,9 @@ def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
     assert len(served.prepared.records.of(WrongStep)) == 1
 
 
-def as_decode(served: LiveServed) -> None:
+def as_decode(served):
     """Rows count as requests of one token, which FULL graphs serve."""
-    served.batch = lambda *lengths: Batch(sum(lengths), sum(lengths), True, 1)  # type: ignore[method-assign]
+    served.batch = lambda *lengths: Batch(sum(lengths), sum(lengths), True, 1)
 
 
 def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve, monkeypatch):
@@ -269,14 +268,14 @@ def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live):
 def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, temporary_op):
     hidden = torch.zeros(1)
 
-    def count(x: torch.Tensor, out: torch.Tensor) -> None:
+    def count(x, out):
         hidden.add_(1)
         out.copy_(x)
 
     op = temporary_op("live_tests::count", "(Tensor x, Tensor(a!) out) -> ()", count)
 
     class Counting(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             out = torch.empty_like(x)
             torch.ops.live_tests.count(x, out)
             return super().forward(out)
@@ -292,7 +291,7 @@ def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, tempor
 
 
 def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temporary_op):
-    def alternate(x: torch.Tensor, out: torch.Tensor) -> None:
+    def alternate(x, out):
         stage = get_forward_context().layers["stage"]
         stage.turns = [*getattr(stage, "turns", ()), len(x)]
         out.copy_(x * len(stage.turns))
@@ -300,7 +299,7 @@ def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temp
     op = temporary_op("live_tests::alternate", "(Tensor x, Tensor(a!) out) -> ()", alternate)
 
     class Alternating(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             out = torch.empty_like(x)
             torch.ops.live_tests.alternate(x, out)
             return super().forward(out)
@@ -326,13 +325,13 @@ def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temp
 class Decoder(torch.nn.Module):
     """Writes each row to its slot; a result has what the slot had before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(8, 8)
         self.requires_grad_(False)
         self.register_buffer("kv", torch.zeros(64, 8))
 
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, slots):
         before = self.kv[slots]
         rows = self.linear(x)
         self.kv.index_copy_(0, slots, rows)
@@ -342,13 +341,13 @@ class Decoder(torch.nn.Module):
 class Attending(Decoder):
     """The op has a dropout, of 0 here."""
 
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, slots):
         each = super().forward(x, slots)[:, None, None]
         return torch.nn.functional.scaled_dot_product_attention(each, each, each)[:, 0, 0]
 
 
 class Drawing(Decoder):
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, slots):
         return super().forward(x, slots) + 0 * torch.rand_like(x)
 
 
@@ -356,15 +355,15 @@ DUMP = 63
 
 
 @pytest.fixture
-def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
+def prepare_decoder():
     """A decoder under a compiler whose code runs on `spoiled(arguments)`, every step proved."""
 
     def prepare_decoder(
-        spoiled: Callable[[list[Any]], list[Any]] = list,
-        model: torch.nn.Module | None = None,
-        **settings: Any,
-    ) -> PreparedModel:
-        def compiler(graph: Any, inputs: Any) -> Callable[..., Any]:
+        spoiled=list,
+        model=None,
+        **settings,
+    ):
+        def compiler(graph, inputs):
             return lambda *args: graph(*spoiled(list(args)))
 
         _COMPILER_FNS.pop("planted", None)
@@ -381,13 +380,13 @@ def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
     _COMPILER_FNS.pop("planted", None)
 
 
-def decode(prepared: PreparedModel, size: int = 3) -> torch.Tensor:
+def decode(prepared, size=3):
     batch = Batch(size, size, is_decode=True, query_len=1)
     rows: torch.Tensor = prepared(torch.ones(size, 8), torch.arange(size), batch=batch)
     return rows
 
 
-def is_cache(value: Any) -> bool:
+def is_cache(value):
     return isinstance(value, torch.Tensor) and value.shape == (64, 8)
 
 
@@ -417,7 +416,7 @@ def test_writes_of_padding_are_no_fault(prepare_decoder):
 
 
 def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(prepare_decoder):
-    def rounded(args: list[Any]) -> list[Any]:
+    def rounded(args):
         return [x * (1 + 2**-22) if x.shape == (8,) else x for x in args]
 
     prepared = prepare_decoder(rounded)
@@ -429,7 +428,7 @@ def test_padding_that_writes_what_was_there_but_for_rounding_is_no_fault(prepare
 
 
 def test_a_write_to_another_slot_is_found(prepare_decoder):
-    def stray(args: list[Any]) -> list[Any]:
+    def stray(args):
         for cache in filter(is_cache, args):
             cache[40] += 1
         return args
@@ -485,7 +484,7 @@ class Restless(Decoder):
     warms_up = True
     calls = count()  # no proof sets it back
 
-    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, slots):
         calls = next(self.calls)
         return super().forward(x, slots) + (calls if self.warms_up else 0)
 
@@ -496,7 +495,7 @@ def test_steps_that_cannot_be_compared_in_the_beginning(prepare_decoder, monkeyp
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
         decode(prepared)
-    prepared.compiled.model.warms_up = False  # type: ignore[assignment]
+    prepared.compiled.model.warms_up = False
     prepared.release()
     prepared.capture()
     decode(prepared)
@@ -630,12 +629,12 @@ def test_rounding_is_no_fault_in_5000_steps(dtype):
     """Twelve residual layers and a softmax under Inductor, which leaves roundings out."""
 
     class Residual(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(12))
             self.register_buffer("kv", torch.zeros(256, 32))
 
-        def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        def forward(self, x, slots):
             for layer in self.layers:
                 normed = torch.nn.functional.rms_norm(x, (32,))
                 x = x + torch.nn.functional.gelu(layer(normed)) * 4

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_flatten
 from piecegraph import (
     Batch,
     ForwardContext,
-    PreparedModel,
     break_graph,
     get_forward_context,
     prepare,
@@ -40,7 +39,7 @@ from ..conftest import small_config
 
 
 class Inner:
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale):
         self.scale = scale
 
 
@@ -64,18 +63,18 @@ class Metadata:
     bound: int = 0
     graph_constants = ("bound",)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.by_name, self.inner = {"scale": self.scale}, Inner(self.scale)
         self.values, self.layers = [self.scale], [Inner(self.scale)]
         self.array = np.array([self.scale])
         self.mixed = [torch.ones(1), (self.scale, torch.ones(1))]
         self.pair = Pair(torch.ones(1), self.scale)
 
-    def method(self) -> float:
+    def method(self):
         return self.inner.scale
 
     @property
-    def computed(self) -> float:
+    def computed(self):
         return self.scale
 
 
@@ -97,12 +96,12 @@ def doubled(x: Tensor) -> None:
 
 
 class Model(nn.Module):
-    def __init__(self, read: Callable[[Any], float]) -> None:
+    def __init__(self, read):
         super().__init__()
         self.read = read
         self.one = nn.Parameter(torch.ones(()), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         try:
             y = x * self.read(get_forward_context().metadata)
         except OutsideStep:  # the form of the result is found outside of steps
@@ -112,19 +111,19 @@ class Model(nn.Module):
 
 
 def prepared_for(
-    read: Callable[[Any], float],
-    mode: str,
-    device: str = "cpu",
-    layers: dict[str, Inner] | None = None,
-    metadata: Any = None,
-) -> PreparedModel:
+    read,
+    mode,
+    device="cpu",
+    layers=None,
+    metadata=None,
+):
     config = small_config(4, compile=False, capture_sizes=(2,), graph_mode=mode)
     prepared = prepare(Model(read).to(device), config, layers=layers)
     prepared.capture(lambda descriptor, mode: metadata or Metadata(2.0))
     return prepared
 
 
-def step(prepared: PreparedModel, metadata: Any, device: str = "cpu") -> Tensor:
+def step(prepared, metadata, device="cpu"):
     rows: Tensor = prepared(torch.ones(2, 4, device=device), batch=Batch(2, 2), metadata=metadata)
     return rows
 
@@ -167,13 +166,13 @@ def test_an_attribute_of_a_layer_that_changes():
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale, self.calls, self.impl, self._by_name = 2.0, 0, Inner(1.0), {"k": 1.0}
         self.unread = 1.0
         self.register_buffer("weight", torch.ones(2))
 
-    def read(self) -> float:
+    def read(self):
         self.calls += 1
         self.impl.calls = getattr(self.impl, "calls", 0) + 1
         self._by_name["calls"] = self._by_name.get("calls", 0) + 1
@@ -240,7 +239,7 @@ def test_the_event_of_a_capture_lists_what_it_read():
 class Slots:
     __slots__ = ("a", "b")
 
-    def __init__(self, a: Any, b: Any) -> None:
+    def __init__(self, a, b):
         self.a, self.b = a, b
 
 
@@ -270,7 +269,7 @@ TREES = st.recursive(
 )
 
 
-def parts(tree: Any) -> dict[Any, Any]:
+def parts(tree):
     if isinstance(tree, dict):
         return dict(tree)
     if isinstance(tree, list | tuple | deque) and not isinstance(tree, Named):
@@ -278,7 +277,7 @@ def parts(tree: Any) -> dict[Any, Any]:
     return {name: getattr(tree, name) for name in ("a", "b") if hasattr(tree, name)}
 
 
-def with_part(tree: Any, key: Any, part: Any) -> Any:
+def with_part(tree, key, part):
     """A copy of `tree` with another part, or without the part (`...`)."""
     changed = {k: v for k, v in {**parts(tree), key: part}.items() if v is not ...}
     if isinstance(tree, dict):
@@ -290,7 +289,7 @@ def with_part(tree: Any, key: Any, part: Any) -> Any:
     return type(tree)(changed.values())
 
 
-def changed(tree: Any, draw: Callable[[Any], Any]) -> Any:
+def changed(tree, draw):
     """`tree` with one part of any depth another, one more, or one fewer."""
     if not parts(tree) or draw(st.integers(0, 3)) == 0:
         return draw(TREES)
@@ -301,7 +300,7 @@ def changed(tree: Any, draw: Callable[[Any], Any]) -> Any:
     return with_part(tree, key, draw(st.sampled_from([..., changed(part, draw)])))
 
 
-def read(tree: Any, choices: list[int]) -> list[Any]:
+def read(tree, choices):
     """What some reads of `tree`, in ways in which engines read metadata, give."""
     seen: list[Any] = []
     for choice in choices:
@@ -333,7 +332,7 @@ def read(tree: Any, choices: list[int]) -> list[Any]:
     return seen
 
 
-def noted(read: Callable[[Any], object], metadata: Any, whole: bool = False) -> StepReads:
+def noted(read, metadata, whole=False):
     context, reads = ForwardContext({}, metadata=metadata), StepReads()
     reads.kept.whole = whole
     reads.watch(context)
@@ -366,11 +365,11 @@ class Money(Decimal):
     """Its value is in memory of C code."""
 
 
-def holding(values: list[int]) -> Callable[[], int]:
+def holding(values):
     return lambda: values[0]
 
 
-def scaled(scale: float) -> Tensor:
+def scaled(scale):
     tensor: Any = torch.ones(2)
     tensor.scale = scale
     return tensor
@@ -380,7 +379,7 @@ class Stated(float):
     """A number with an attribute."""
 
 
-def stated(extra: int) -> Any:
+def stated(extra):
     number: Any = Stated(1)
     number.extra = extra
     return number
@@ -506,7 +505,7 @@ def test_code_that_asks_what_an_object_is_takes_its_own_branch(ask):
 
 
 def test_code_that_asks_whether_it_is_noted_is_refused_with_its_line():
-    def asks(metadata: Any) -> float:
+    def asks(metadata):
         return 2.0 if type(metadata).__getattribute__ is object.__getattribute__ else 3.0
 
     with pytest.raises(AllCapturesFailed, match="are noted it runs other operators") as caught:
@@ -521,8 +520,8 @@ def test_an_object_that_C_code_has_a_part_of_is_refused():
 
 
 def test_an_iterator_is_refused_with_the_line_that_reads_it():
-    def reads(swallows: bool) -> Callable[[Any], float]:
-        def read(metadata: Any) -> float:
+    def reads(swallows):
+        def read(metadata):
             try:
                 return float(next(metadata.rows))
             except ReadNotKept:
@@ -570,7 +569,7 @@ def test_rtp_1265_a_bound_may_fall_but_not_rise():
 
 
 def test_what_an_op_writes_and_then_reads_is_not_the_steps():
-    def read(metadata: Any) -> float:
+    def read(metadata):
         metadata.by_name["derived"] = metadata.derived = 4.0
         return float(metadata.derived + metadata.by_name["derived"])
 
@@ -597,7 +596,7 @@ def test_memory_that_compiled_code_makes_is_no_other_operator():
     """It is made without an operator, and lies elsewhere if something else was made before."""
     kept = []
 
-    def run(noted: bool = False) -> None:
+    def run(noted=False):
         with without_modes():
             kept.extend(torch.empty(4) for _ in range(100 * noted))
             x = torch.empty(4)

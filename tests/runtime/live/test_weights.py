@@ -166,13 +166,13 @@ def test_nothing_of_a_closed_or_dropped_model_stays_in_torchs_hooks(serve):
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.down.weight = self.up.weight
         self.requires_grad_(False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(self.up(x))
 
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, PreparedModel, ReplayBackend, break_graph, prepare
+from piecegraph import Batch, Config, break_graph, prepare
 
 from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
 
-def double(x: Tensor) -> None:
+def double(x):
     x.mul_(2)
 
 
 class Writing(nn.Module):
     """Writes to `x` through a view, to `y` by a splitting op; `z` is only read."""
 
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, y, z):
         x.view(-1, 2, 2)[:, 0].add_(z[:, :2])
         torch.ops.written_inputs.double(y)
         return x + y, x
@@ -42,14 +39,14 @@ def copied(x: Tensor) -> Tensor:
 class Breaking(nn.Module):
     """The same, not traced."""
 
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, y, z):
         x[:, 1:].add_(copied(z)[:, 1:])
         triple(y)
         return x + y, x
 
 
 class Reading(nn.Module):
-    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    def forward(self, x, y, z):
         own = x.clone()
         own.add_(y)
         torch.ops.written_inputs.double(own)
@@ -57,16 +54,16 @@ class Reading(nn.Module):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def op(temporary_op: Callable[..., str]) -> str:
+def op(temporary_op):
     return temporary_op("written_inputs::double", "(Tensor(a!) x) -> ()", double)
 
 
 def prepared_for(
-    model: nn.Module,
-    buffers: dict[str, Tensor] | None = None,
-    backend: ReplayBackend | None = None,
-    **settings: Any,
-) -> PreparedModel:
+    model,
+    buffers=None,
+    backend=None,
+    **settings,
+):
     traced = not isinstance(model, Breaking)
     config = small_config(
         32,
@@ -83,15 +80,15 @@ def prepared_for(
     return prepared
 
 
-def decode(num_tokens: int) -> Batch:
+def decode(num_tokens):
     return Batch(num_tokens, num_tokens, is_decode=True, query_len=1)
 
 
-def written(prepared: PreparedModel) -> set[Any]:
+def written(prepared):
     return {item.path[0] for item in prepared.compiled.plan.inputs if item.written}
 
 
-def same_as_model(prepared: PreparedModel, model: nn.Module, num_tokens: int) -> str:
+def same_as_model(prepared, model, num_tokens):
     """One step; returns the mode it ran in."""
     inputs = [torch.randn(num_tokens, 4) for _ in "xyz"]
     given = [tensor.clone() for tensor in inputs]

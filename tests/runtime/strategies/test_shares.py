@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -20,27 +19,27 @@ BUCKETS = [
 ]
 
 
-def work(bucket: Bucket) -> int:
+def work(bucket):
     return bucket.batch * bucket.query
 
 
-def cost(bucket: Bucket) -> float:
+def cost(bucket):
     return 4 + bucket.batch / 2 if bucket.query == 1 else 2 + work(bucket) / 128
 
 
 def captured(
-    limit: float,
-    share: float = 0.3,
-    cost: Callable[[Bucket], float] = cost,
-    estimate: Callable[[Bucket, dict[Bucket, float]], float] | None = None,
-) -> dict[Bucket, float]:
+    limit,
+    share=0.3,
+    cost=cost,
+    estimate=None,
+):
     """The bytes of the captured buckets of both phases, in the order of their captures."""
     plan = bucket_plan(BUCKETS, 16, BucketMemory(share))
     keys = [(e.descriptor.num_reqs, *(n for _, n in e.descriptor.axes)) for e in plan.entries]
     buckets, taken = [Bucket(*key) for key in keys], dict[int, float]()
     done: dict[Bucket, float] = {}
 
-    def expected(i: int) -> float:
+    def expected(i):
         return estimate(buckets[i], done) if estimate else cost(buckets[i])
 
     for i in within_shares(plan.phases, limit, taken.get, expected):
@@ -49,7 +48,7 @@ def captured(
     return done
 
 
-def proportional(bucket: Bucket, done: dict[Bucket, float]) -> float:
+def proportional(bucket, done):
     """The plugin's estimate: what the phase took so far, in proportion to the work."""
     of_phase = {b: n for b, n in done.items() if b.phase is bucket.phase}
     return work(bucket) / (0.001 + sum(map(work, of_phase))) * sum(of_phase.values())
@@ -81,7 +80,7 @@ amounts = st.floats(0, 100)
 
 @given(amounts, amounts, amounts, st.floats(0, 30_000), st.floats(0, 1))
 def test_the_limit_holds_and_what_a_complete_phase_leaves_is_used(base, slope, fixed, limit, share):
-    def affine(bucket: Bucket) -> float:
+    def affine(bucket):
         return fixed + bucket.batch if bucket.query == 1 else base + slope * work(bucket) / 128
 
     done = captured(limit, share, affine)
