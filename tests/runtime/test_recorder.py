@@ -248,25 +248,40 @@ def test_several_results_in_tuples_and_dicts_are_copied(rig):
     assert_close(recording.outputs, (x + 1) * x * 2 * 7)
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "value", "count"])
-def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(rig, change):
-    changed = {}
+OTHER_FORMS = {
+    "rows": lambda x: x[:1],
+    "dtype": lambda x: x.double(),
+    "dimensions": lambda x: x.sum(),
+    "count": lambda x: (x, x),
+    "nothing": lambda x: None,
+    "dict": lambda x: {"x": x},
+    "number": lambda x: 3,
+    "text": lambda x: "text",
+    "flag": lambda x: True,
+    "number beside it": lambda x: [x, 4],
+}
 
-    @break_graph
-    def wayward(x):
-        if changed.get("shape"):
-            return x[:1] + 0, 5
-        if changed.get("dtype"):
-            return x.double(), 5
-        if changed.get("count"):
-            return (x + 0,)
-        return x + 0, 6 if changed.get("value") else 5
 
-    recording = rig.record(lambda x: wayward(x * 1)[0] + 1, rig.rand(3))
-    recording.replay()
-    changed[change] = True
-    with pytest.raises(EagerResultChanged, match="wayward"):
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(rig, form):
+    """Of a tensor, and of what was first of that form, of which a number is in the graph."""
+    other = OTHER_FORMS[form]
+    for first, then in ((lambda x: x + 0, other), (other, lambda x: "another")):
+        returned = [first]
+
+        @break_graph
+        def wayward(x):
+            return returned[0](x * 1)  # noqa: B023
+
+        def step(x):
+            result = wayward(x * 1)
+            return result + 1 if isinstance(result, torch.Tensor) else x * 2
+
+        recording = rig.record(step, rig.rand(3, 4))
         recording.replay()
+        returned[0] = then
+        with pytest.raises(EagerResultChanged, match="wayward"):
+            recording.replay()
 
 
 def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig):
