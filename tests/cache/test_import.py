@@ -296,8 +296,8 @@ def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path):
 @pytest.mark.slow
 def test_export_and_import_hold_one_entry_in_memory(tmp_path, memory_root):
     cache = Cache(memory_root, Events())
-    for number in range(12):
-        blobs = {"x": random.Random(number).randbytes(16 << 20)}
+    for number in range(8):
+        blobs = {"x": random.Random(number).randbytes(8 << 20)}
         cache.publish("artifact", Key.of("codegen", {"n": number}), {}, blobs)
     manifests = [manifest for manifest, _ in inspection.manifests(memory_root)]
 
@@ -307,8 +307,8 @@ def test_export_and_import_hold_one_entry_in_memory(tmp_path, memory_root):
         for entry in import_image(tmp_path / "all.tar", trust_all):
             other.store(entry)
 
-    assert peak_bytes(ship) < 80 << 20
-    assert len(list((memory_root.parent / "other" / ENTRY_AREA).rglob("*/*/*"))) == 12
+    assert peak_bytes(ship) < 40 << 20
+    assert len(list((memory_root.parent / "other" / ENTRY_AREA).rglob("*/*/*"))) == 8
 
 
 def test_only_the_entries_that_are_asked_for_are_imported(file, entries):
