@@ -1,5 +1,6 @@
 """Which keys a setting is in: the trace key, the codegen keys, both or none."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,15 @@ def keys(config):
     return trace_key(torch.nn.Linear(4, 4), compiling, CPU).digest, codegen.digest
 
 
+@cache
+def base_and_keys(strategy):
+    base = Config(inputs={"x": "float32[num_tokens, other]"}, strategy=strategy)
+    return base, keys(base)
+
+
 def changed_keys(name, value):
-    inputs = {"x": "float32[num_tokens, other]"}
-    base = Config(inputs=inputs, strategy="lazy" if name.startswith("strategy.") else "eager")
-    before, after = keys(base), keys(base.changed(**{name: value}))
+    base, before = base_and_keys("lazy" if name.startswith("strategy.") else "eager")
+    after = keys(base.changed(**{name: value}))
     return (before[0] != after[0], before[1] != after[1])
 
 

@@ -54,8 +54,8 @@ def ops(temporary_op):
 
 
 def prepared_for(model, kv, buffers=None, **settings):
-    traced = settings.get("compile", True)
-    config = Config(
+    config = small_config(
+        MAX_TOKENS,
         splitting_ops=("dummy_tests::store", "dummy_tests::keep"),
         inputs={
             "x": "float32[num_tokens, 4]",
@@ -63,13 +63,8 @@ def prepared_for(model, kv, buffers=None, **settings):
             "outer": f"float32[{SLOTS}, 4]",
         },
         steps={"padding": {"slots": RESERVED}},
-        max_num_tokens=MAX_TOKENS,
-        max_num_reqs=MAX_TOKENS,
         capture_sizes=(2, 4, 8),
         graph_mode="FULL_AND_PIECEWISE",
-        attention={"support": 3},
-        cache=False,
-        **({"compiler": "eager"} if traced else {}),
         **settings,
     )
     return prepare(
