@@ -11,7 +11,7 @@ import pytest
 import torch
 
 PROGRAM = Path(__file__).with_name("start_once.py")
-SIZES_OF_MODELS = (4, 32)
+SIZES_OF_MODELS = (4, 12)
 
 
 def command_of(cache, each):
@@ -45,7 +45,7 @@ def start_once():
 
 @pytest.fixture(scope="session")
 def filled(tmp_path_factory):
-    """A cache with the bundles of 4 and of 32 layers, as Inductor's artifacts."""
+    """A cache with the bundles of 4 and of 12 layers, as Inductor's artifacts."""
     root = tmp_path_factory.mktemp("fleet") / "artifacts"
     few, many = starts(root, [{"layers": layers} for layers in SIZES_OF_MODELS])
     assert not few["hit"]

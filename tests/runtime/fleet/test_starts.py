@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 def test_starts_without_a_compiler_and_without_torch_caches(form, start_once, bare, tmp_path):
     copied = tmp_path / "container" / "cache"
     shutil.copytree(form, copied)
-    outcome = start_once(copied, bare, bundle="force", layers=32)
+    outcome = start_once(copied, bare, bundle="force", layers=12)
     assert outcome["hit"]
     assert outcome["torch"] != str(Path(torch.__file__).parent)
     assert outcome["error_of_results"] < 1e-4
