@@ -292,10 +292,10 @@ def dtype_changed_beside_a_trace(monkeypatch):
             captured = capture(*args)
             thread = threading.current_thread()
             if thread is not threading.main_thread() and not changed:
-                changed.append(thread.name)
                 other = threading.Thread(target=torch.set_default_dtype, args=(torch.float64,))
                 other.start()
                 other.join()
+                changed.append(thread.name)  # the test sets the dtype back from here on
                 raise AssertionError("Global default_dtype state changed")  # as Dynamo does
             return captured
 
