@@ -58,6 +58,13 @@ class PreparedModel:
         batch = core.steps.stating_form(batch, args, kwargs)
         decision = core.steps.dispatch(batch, None, None)
         if callable(metadata):
+            if isinstance(metadata, type):
+                raise InvalidArgument(
+                    call="the model",
+                    name="metadata",
+                    value=f"the class {metadata.__qualname__}",
+                    expected="an object, or a function of the decision that makes one",
+                )
             metadata = metadata(decision)
         try:
             return core.run(decision, args, kwargs, metadata, batch.num_tokens)

@@ -413,6 +413,10 @@ MUTANTS = [
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
      "tests/runtime/test_addresses.py -k w15"),
+    ("torch_compat/basics/ops.py", "or argument.name in hidden", "",
+     f"{LIVE}/test_row_mixing.py -k statistics"),
+    ("compile/trace/mutations.py", "if not (is_op or hides_writes", "if not (is_op and hides_writes",
+     f"{LIVE}/test_row_mixing.py -k statistics"),
     *((MIXING, text, other, f"{LIVE}/test_known_mixing.py") for text, other in (
         ('"captured": sorted(asked["captured"]),', ""),
         ('"weights": weights,', ""),

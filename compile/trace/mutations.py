@@ -1,7 +1,8 @@
 """Which arguments and weights a model writes to, directly or through a view, by its trace.
 
 A graph that ran on copies of its inputs must copy back what was written; a dummy batch must restore
-what it wrote. Torch counts the writes to each fake tensor; a custom op's schema names its own.
+what it wrote. Torch counts the writes to each fake tensor; a custom op's schema names its own, and
+a function that hides some, as a batch norm in training does, is run on fakes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...torch_compat.basics.ops import HigherOrderOperator, overload_of, triton_writes
+from ...torch_compat.basics.ops import HigherOrderOperator, hides_writes, overload_of, triton_writes
 from ...torch_compat.basics.tensors import (
     faked_again,
     fresh_fake_mode,
@@ -24,7 +25,7 @@ from ...torch_compat.basics.tensors import (
     whole,
     writes_counted,
 )
-from ..ir.ops import op_names, tensors_in, written_by
+from ..ir.ops import FakeWrites, op_names, tensors_in, written_by
 from .dynamo import Trace
 
 
@@ -61,7 +62,8 @@ def written_storages(
             if (storage := storage_id(tensor)) in untouched
             and writes_counted(tensor) > of_tensors.get(id(whole(tensor)), untouched[storage])
         }
-        if not (op_names(node) or isinstance(node.target, HigherOrderOperator)):
+        is_op = op_names(node) or isinstance(node.target, HigherOrderOperator)
+        if not (is_op or hides_writes(getattr(node.target, "__name__", ""))):
             continue  # torch has counted its writes
         args, kwargs = tree_map_only(
             Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
@@ -75,6 +77,11 @@ def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
     """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
     if op_names(node):
         return written_by(overload_of(node), args, kwargs)
+    if not isinstance(node.target, HigherOrderOperator):
+        tensors = dense_tensors((args, kwargs))
+        with FakeWrites(tensors[0].fake_mode) as writes:  # type: ignore[attr-defined]
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        return filter(writes.include, tensors)
     known = triton_writes(node, kwargs)
     return dense_tensors((args, kwargs) if known is None else known)
 

@@ -124,6 +124,17 @@ def test_writes_are_read_from_the_schema(library):
     assert list(ops.given_arguments(write, ("x", "out"), {})) == [("x", False), ("out", True)]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_write_that_a_schema_hides_is_known(training):
+    norm = torch.ops.aten.native_batch_norm.default
+    given = ("x", "weight", "bias", "mean", "var", training, 0.1, 1e-5)
+    assert ops.is_mutable(norm)
+    assert ops.mutated_arguments(norm, given, {}) == (["mean", "var"] if training else [])
+    assert ops.hides_writes("batch_norm")
+    assert not ops.hides_writes("linear")
+    assert not ops.hides_writes("no op of torch")
+
+
 def test_function_of_a_custom_op_is_found():
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2

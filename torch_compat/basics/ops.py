@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -83,7 +84,28 @@ def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 def is_mutable(op: OpOverload) -> bool:
     """Whether the schema of `op` says that it writes to an argument, or could not say it."""
-    return bool(op._schema.is_mutable) or op.namespace == COLLECTIVES
+    return bool(op._schema.is_mutable or op.namespace == COLLECTIVES or _hidden_writes(op))
+
+
+@cache
+def _hidden_writes(op: OpOverload, off: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The arguments that torch knows `op` to write in training, though its schema does not say so.
+
+    `off` are flags that are not set. Which one is that of training torch knows, too.
+    """
+    arguments = op._schema.arguments
+    flags = (each.name for each in arguments if str(each.type) == "bool")
+    info = torch._C._SchemaInfo(op._schema)
+    info.add_argument_values({name: name not in off for name in flags})
+    unsaid = (each.name for each in arguments if each.alias_info is None)
+    return frozenset(name for name in unsaid if info.is_mutable(name))
+
+
+@cache
+def hides_writes(name: str) -> bool:
+    """Whether a function of torch with this name, such as `batch_norm`, calls such an op."""
+    packet = getattr(torch.ops.aten, name, None)
+    return isinstance(packet, OpOverloadPacket) and any(map(_hidden_writes, overloads(packet)))
 
 
 def returns_nothing(op: OpOverload) -> bool:
@@ -94,13 +116,18 @@ def returns_nothing(op: OpOverload) -> bool:
 def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
     """Each argument of a call of `op`, and whether `op` writes to it according to its schema.
 
-    Schemas of collectives state no writes: any argument of theirs may be written.
+    Schemas of collectives state no writes: any argument of theirs may be written. That of a batch
+    norm does not say that it writes running statistics in training.
     """
+    if hidden := _hidden_writes(op):
+        names = (each.name for each in op._schema.arguments)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        hidden = _hidden_writes(op, frozenset(name for name in given if given[name] is False))
     for position, argument in enumerate(op._schema.arguments):
         if position < len(args) or argument.name in kwargs:
             value = args[position] if position < len(args) else kwargs[argument.name]
             alias = argument.alias_info
-            may_write = op.namespace == COLLECTIVES
+            may_write = op.namespace == COLLECTIVES or argument.name in hidden
             yield value, may_write or (alias is not None and bool(alias.is_write))
 
 

@@ -27,6 +27,7 @@ Call = Callable[[PreparedModel, torch.Tensor], Any]
         (lambda p, x: p.observe(StepObserver), None),
         (lambda p, x: p(x, batch=Batch(3, 3), y=x), "unexpected keyword argument 'y'.*forward.x"),
         (lambda p, x: p(x, x, batch=Batch(3, 3)), "too many positional.*forward.x"),
+        (lambda p, x: p(x, batch=Batch(3, 3), metadata=nn.Linear), "the class Linear.*an object"),
         (lambda p, x: p(batch=Batch(3, 3)), "missing a required argument: 'x'"),
     ],
 )

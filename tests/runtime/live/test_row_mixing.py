@@ -112,6 +112,37 @@ def test_a_buffer_that_is_read_and_written_mixes_no_rows():
     assert model.ran.item() == 1.0
 
 
+class Normed(nn.Module):
+    """In training, which no schema of torch's says, a batch norm writes its statistics."""
+
+    def __init__(self, training):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.requires_grad_(False).train(training)
+
+    def forward(self, x, ids):
+        return self.norm(x + ids[:, None])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("compile", [True, False])
+def test_statistics_of_a_batch_norm_are_those_of_its_steps(compile, training):
+    model, plain = Normed(training), Normed(training)
+    inputs = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"}
+    tracing = {"min_num_tokens": 2}
+    config = small_config(inputs=inputs, capture_sizes=(2, 4), compile=compile, tracing=tracing)
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    written = [each["result"] for each in prepared.report()["rows_mixed"]]
+    assert written == ["norm.running_mean"] * training
+    for num_tokens in (3, 4, 4):
+        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
+        result = prepared(x, ids, batch=Batch(num_tokens, 1))
+        torch.testing.assert_close(result, plain(x, ids))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
 def test_the_check_leaves_no_trace():
     torch.manual_seed(1)
     model = Model(ROW_WISE["random"])
