@@ -415,7 +415,7 @@ MUTANTS = [
      "tests/runtime/test_addresses.py -k w15"),
     ("torch_compat/basics/ops.py", "or argument.name in hidden", "",
      f"{LIVE}/test_row_mixing.py -k statistics"),
-    ("compile/trace/mutations.py", "if not (is_op or hides_writes", "if not (is_op and hides_writes",
+    ("compile/trace/mutations.py", "(is_op or hides_writes(", "(is_op and hides_writes(",
      f"{LIVE}/test_row_mixing.py -k statistics"),
     *((MIXING, text, other, f"{LIVE}/test_known_mixing.py") for text, other in (
         ('"captured": sorted(asked["captured"]),', ""),
