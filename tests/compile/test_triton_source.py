@@ -26,6 +26,15 @@ def plus_two(x_ptr: Any, n: Any, block: tl.constexpr) -> None:
     tl.store(x_ptr + at, tl.load(x_ptr + at, mask=at < n) + 2, mask=at < n)
 
 
+@pytest.fixture(autouse=True)
+def table_as_before(monkeypatch):
+    """Artifacts of later tests would hold all of the process's kernels, and `launching` is none."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    for name in ("id_to_kernel", "kernel_to_id", "constant_args"):
+        monkeypatch.setattr(kernel_side_table, name, dict(getattr(kernel_side_table, name)))
+
+
 def launching(kernel, number=8):
     """The canonical text of a graph that launches `kernel` as Dynamo writes it."""
     from torch._higher_order_ops.triton_kernel_wrap import (
