@@ -12,29 +12,11 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 PROGRAM = """
 import json, os, sys, time, torch
 import piecegraph as pg
-from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
+from piecegraph.tests.runtime.live.conftest import Texts
 torch.set_num_threads(1)
 config = pg.Config(inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=16, graph_mode="NONE",
                    compiler="texts", cache_dir=sys.argv[1])
-
-class Texts:
-    name = "texts"
-
-    def load(self):
-        return Compiler(self.name, self.compile, self.loaded, version="1")
-
-    def compile(self, graph, inputs, options):
-        blobs = {"code": graph.code.encode()}
-        return lambda: (self.loaded([blobs])[0], blobs)
-
-    def loaded(self, artifacts):
-        made = []
-        for blobs in artifacts:
-            names = {"torch": torch, "device": torch.device}
-            exec(blobs["code"], names)
-            made.append(lambda args, forward=names["forward"]: forward(None, *args))
-        return made
 
 registry.entry_points = lambda group: [Texts()]
 

@@ -89,6 +89,11 @@ class Model(nn.Module):
         return x * 2
 
 
+class MixesRows(Model):
+    def forward(self, x):
+        return super().forward(x) + x.nan_to_num(7.0).sum(0)
+
+
 @pytest.fixture(scope="session")
 def attend_op(temporary_op):
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"

@@ -30,7 +30,7 @@ from piecegraph.runtime.parts.proof.declared_writes import Stopped
 from piecegraph.tools.steps import load_steps
 
 from ..conftest import small_config
-from .conftest import HIDDEN, LiveServed, Model, Texts, starts_of
+from .conftest import HIDDEN, LiveServed, MixesRows, Model, Texts, starts_of
 
 Prepare = Callable[..., LiveServed]
 
@@ -194,11 +194,6 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, 
     assert run(served, 3)
     assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
     assert not serve_cold().prepared.compiled.traced
-
-
-class MixesRows(Model):
-    def forward(self, x):
-        return super().forward(x) + x.nan_to_num(7.0).sum(0)
 
 
 def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
