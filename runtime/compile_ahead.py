@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Executor
 
 import torch
@@ -40,13 +41,14 @@ def compile_ahead(
     that it is in the cache when they have been loaded. The model is as before afterwards, and must
     not be loaded into meanwhile. `prepare` of the loaded model finds the bundle.
     `executor` builds them beside this process, as that of `prepare`.
+    In the main thread it also keeps what padding reaches: pieces run, so no step may run meanwhile.
     If a piece cannot have a library it returns False, emits the reason as an event and leaves the
     bundle unchanged. Raises what `prepare` raises.
     """
     records = Records(events)
     if device is None or not isinstance(model, torch.nn.Module):
         stored = build_libraries(model, config, records, examples, executor)
-        if stored:
+        if stored and threading.current_thread() is threading.main_thread():
             _look_at_padding(model, config, records, examples)
         return stored
     try:
@@ -77,7 +79,10 @@ def build_libraries(
 def _look_at_padding(
     model: torch.nn.Module, config: Config, records: Records, examples: ExampleArguments | None
 ) -> None:
-    """Keep what padding reaches, so that the next start need not look."""
+    """Keep what padding reaches, so that the next start need not look.
+
+    Pieces run on the model's weights: beside the steps of another thread they must not.
+    """
     config = resolve_config(config.changed(bundle="use"))
     with without_modes(), allow_compilation():
         request = compile_request(model, config, records, examples)

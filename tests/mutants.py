@@ -417,6 +417,8 @@ MUTANTS = [
      f"{LIVE}/test_row_mixing.py -k statistics"),
     ("compile/trace/mutations.py", "(is_op or hides_writes(", "(is_op and hides_writes(",
      f"{LIVE}/test_row_mixing.py -k statistics"),
+    ("runtime/compile_ahead.py", "if stored and threading", "if stored or threading",
+     f"{LIVE}/test_known_mixing.py -k beside"),
     *((MIXING, text, other, f"{LIVE}/test_known_mixing.py") for text, other in (
         ('"captured": sorted(asked["captured"]),', ""),
         ('"weights": weights,', ""),

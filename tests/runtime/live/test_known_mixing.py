@@ -1,5 +1,8 @@
 """What a start has found of padding the next one of the same code and weights knows."""
 
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -7,12 +10,9 @@ from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.runtime.parts.proof import row_mixing
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 
-from .conftest import Model
+from .conftest import MixesRows, Model
 
-
-class Mixing(Model):
-    def forward(self, x):
-        return super().forward(x) + x.nan_to_num(7.0).sum(0)
+compile_ahead_module = sys.modules[compile_ahead.__module__]
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def start(prepare_live):
         torch.manual_seed(0)
         served = prepare_live(model(), **settings)
         found = served.prepared.report()["rows_mixed"]
-        assert len(found) == (model is Mixing)
+        assert len(found) == (model is MixesRows)
         served.step(3)
         return found
 
     return start
 
 
-@pytest.mark.parametrize("model", [Model, Mixing])
+@pytest.mark.parametrize("model", [Model, MixesRows])
 def test_the_next_start_knows(start, looked, model):
     found = start(model)
     assert looked
@@ -106,3 +106,19 @@ def test_compile_ahead_builds_what_the_next_start_loads(tmp_path, looked):
         x = torch.randn(size, 4)
         torch.testing.assert_close(prepared(x, batch=Batch(size, size)), model(x))
     prepared.close()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_compile_ahead_runs_no_piece_beside_steps_of_another_thread(monkeypatch, beside):
+    """It would draw from their generator, and write what the model keeps."""
+    ran = []
+    monkeypatch.setattr(compile_ahead_module, "build_libraries", lambda *_: True)
+    monkeypatch.setattr(compile_ahead_module, "_look_at_padding", lambda *_: ran.append(1))
+    given = (torch.nn.Linear(4, 4), Config(graph_mode="NONE"))
+    if beside:
+        thread = threading.Thread(target=compile_ahead, args=given)
+        thread.start()
+        thread.join()
+    else:
+        assert compile_ahead(*given)
+    assert ran == [1] * (not beside)
