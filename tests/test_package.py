@@ -196,6 +196,5 @@ def test_each_mutant_quotes_a_source_text():
     from tests import mutants
     from tests.cuda_stand_in import mutants as on_stand_in
 
-    quotes = [(file, old) for file, old, *_ in mutants.MUTANTS]
-    quotes += [(each.file, each.old) for each in on_stand_in.mutants()]
+    quotes = [(each.file, each.old) for each in (*mutants.mutants(), *on_stand_in.mutants())]
     assert [(f, old) for f, old in quotes if old not in (ROOT / f).read_text()] == []
