@@ -16,8 +16,8 @@ Elsewhere the order does not matter, which `tests/runtime/test_parts.py` shows b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..cache import Cache
@@ -35,8 +35,8 @@ from .parts.checks.part import ChecksPart
 from .parts.log.part import LogPart
 from .parts.log.step_log import LoggedStep as LoggedStep
 from .parts.log.step_log import StepObserver as StepObserver
+from .parts.proof import row_mixing
 from .parts.proof.part import ProofPart
-from .parts.proof.row_mixing import known_mixed_rows
 from .parts.ranks.part import RanksPart
 from .parts.ranks.ranks import Ranks as Ranks
 from .parts.regions.part import RegionsPart
@@ -47,7 +47,7 @@ from .parts.starts.verification import Verification
 from .parts.strategies.ledger import MemoryPlan as MemoryPlan
 from .parts.strategies.part import StrategiesPart
 from .prepared_model import PreparedModel
-from .setup.model_policy import FindMixedRows, Policy
+from .setup.model_policy import FindMixedRows, ModelPolicy
 from .setup.open_cache import cache_root
 
 PARTS: tuple[type[Part], ...] = (
@@ -62,7 +62,7 @@ class Beginning:
 
     compiled: CompiledModel
     beside: Background | Verification | None = None
-    policy_of: Callable[[CompiledModel], Policy] | None = None
+    policy_of: ModelPolicy | None = None
     ranks: Ranks | None = None
 
 
@@ -73,16 +73,25 @@ def exchange_of(ranks: Ranks | None) -> Exchange | None:
 
 def mixed_rows_finder(cache: Cache) -> FindMixedRows | None:
     """What finds the pieces in which padding reaches real rows; None if nothing looks."""
-    return None if "proof" in parts_off() else partial(known_mixed_rows, cache)
+    return None if "proof" in parts_off() else partial(row_mixing.known_mixed_rows, cache)
+
+
+def look_beside_steps(policy_of: ModelPolicy, cache: Cache) -> ModelPolicy:
+    """What a thread does beside steps, so that `policy_of` need not run pieces between two steps.
+
+    Its records are apart: what is found is recorded where the code begins to serve.
+    """
+    finder = None if "proof" in parts_off() else partial(row_mixing.keep_beside_steps, cache)
+    return replace(policy_of, records=Records(), find_mixed_rows=finder)
 
 
 def begin(
-    request: CompileRequest, config: Config, records: Records
+    request: CompileRequest, config: Config, records: Records, policy_of: ModelPolicy
 ) -> tuple[CompiledModel, Background | Verification | None]:
     """The code to start with, and what runs beside its steps."""
     if "starts" in parts_off():
         return compile_model(request), None
-    return first_code(request, config, records)
+    return first_code(request, config, records, look_beside_steps(policy_of, request.cache))
 
 
 def assemble(core: CoreModel, beginning: Beginning) -> PreparedModel:
@@ -110,7 +119,8 @@ def parts_of(core: CoreModel, beginning: Beginning) -> Iterator[Part]:
     if beginning.ranks is not None:
         yield RanksPart(core, beginning.ranks)
     if beginning.policy_of is not None:
-        yield StartsPart(core, beginning.policy_of, beginning.beside)
+        look = look_beside_steps(beginning.policy_of, core.environment.cache)
+        yield StartsPart(core, beginning.policy_of, beginning.beside, look)
     yield RegionsPart(core)
     yield StrategiesPart(core)
     yield LogPart(core)

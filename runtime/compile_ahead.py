@@ -16,7 +16,7 @@ from ..errors import InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.modules import allocated
 from ..torch_compat.basics.tensors import without_modes
-from .assemble import mixed_rows_finder
+from .assemble import look_beside_steps, mixed_rows_finder
 from .core.allowed_work import allow_compilation
 from .core.records import Records
 from .setup.model_policy import ModelPolicy
@@ -41,14 +41,15 @@ def compile_ahead(
     that it is in the cache when they have been loaded. The model is as before afterwards, and must
     not be loaded into meanwhile. `prepare` of the loaded model finds the bundle.
     `executor` builds them beside this process, as that of `prepare`.
-    In the main thread it also keeps what padding reaches: pieces run, so no step may run meanwhile.
+    It also keeps what padding reaches, for which pieces run. In the main thread no step may run
+    meanwhile; in others only pieces run that draw no random numbers and write nothing that stays.
     If a piece cannot have a library it returns False, emits the reason as an event and leaves the
     bundle unchanged. Raises what `prepare` raises.
     """
     records = Records(events)
     if device is None or not isinstance(model, torch.nn.Module):
         stored = build_libraries(model, config, records, examples, executor)
-        if stored and threading.current_thread() is threading.main_thread():
+        if stored:
             _look_at_padding(model, config, records, examples)
         return stored
     try:
@@ -81,7 +82,7 @@ def _look_at_padding(
 ) -> None:
     """Keep what padding reaches, so that the next start need not look.
 
-    Pieces run on the model's weights: beside the steps of another thread they must not.
+    Another thread than the main one may work beside steps.
     """
     config = resolve_config(config.changed(bundle="use"))
     with without_modes(), allow_compilation():
@@ -90,4 +91,8 @@ def _look_at_padding(
         if isinstance(found, CompiledModel):
             finder = mixed_rows_finder(request.cache)
             resolved = resolve_graph_mode(config)
-            ModelPolicy(config, resolved, request.device, records, (), finder)(found)
+            policy_of = ModelPolicy(config, resolved, request.device, records, (), finder)
+            if threading.current_thread() is threading.main_thread():
+                policy_of(found)
+            else:
+                look_beside_steps(policy_of, request.cache)(found)

@@ -97,7 +97,7 @@ def prepare(
         policy_of = ModelPolicy(
             config, resolved, request.device, records, owned, mixed_rows_finder(request.cache)
         )
-        compiled, beside = begin(request, config, records)
+        compiled, beside = begin(request, config, records, policy_of)
         with records.events.span("padding", level=logging.INFO):
             policy = policy_of(compiled)
         find_bucket_holes(config, records)

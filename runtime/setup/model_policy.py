@@ -22,7 +22,6 @@ from ...dispatch import (
     find_holes,
 )
 from ..capture.breaks import recordable
-from ..capture.dummy_batch import preserve_rng_state
 from ..core.padding import padding_policy
 from ..core.records import BucketHole, BucketsMissing, Records, RowsMixed
 
@@ -86,7 +85,7 @@ class ModelPolicy:
             return []
         labels = [item.label for item in compiled.plan.inputs]
         padding = {label: padding_policy(self.config.steps, label) for label in labels}
-        with preserve_rng_state(), torch.no_grad():
+        with torch.no_grad():
             ops = named_ops(self.config.splitting_ops)
             split = compiled.traced and not compiled.plan.cuts()
             found = [

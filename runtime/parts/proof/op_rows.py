@@ -1,4 +1,4 @@
-"""What each operator of a run gives: the first one whose real rows depend on padding is where rows
+"""What each operator of a run does: the first one whose real rows depend on padding is where rows
 mix. Compiled code is not seen op by op, the source of its piece is."""
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def interpreted(self, args: list[Any]) -> Any:
         """Run the source of the piece."""
         self._given = set(map(storage_id, tensors_in(args)))
-        names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-        exec(compile(self._source, _SOURCE, "exec"), names)
         with self:
-            return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
+            return _run_source(self._source, args)
 
     def first_other_row(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
         """The line of the first op of which a row is another one in the padded run."""
@@ -69,6 +67,35 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             frame = frame.f_back
         return self._places[frame.f_lineno - 1]
+
+
+class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises RuntimeError before an operator draws random numbers or writes to one of `args`, as
+    one of others may."""
+
+    def __init__(self, args: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._args = args
+        self._given = set(map(storage_id, tensors_in(args)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = written_by(func, args, kwargs or {}) if is_mutable(func) else ()
+        foreign = func.namespace not in ("aten", "prims")
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if foreign or draws or not self._given.isdisjoint(map(storage_id, written)):
+            raise RuntimeError(f"{func} does more than compute")
+        return func(*args, **(kwargs or {}))
+
+    def run(self, source: str) -> None:
+        """Run the source of the piece."""
+        with self:
+            _run_source(source, self._args)
+
+
+def _run_source(source: str, args: list[Any]) -> Any:
+    names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    exec(compile(source, _SOURCE, "exec"), names)
+    return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
 
 
 def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:

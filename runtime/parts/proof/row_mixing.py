@@ -15,10 +15,12 @@ for the same code, weights and sizes. The code is a bundle's, whose digest holds
 and may call no operator of others, whose kernels have no digest. Of each weight one element is
 compared: weights that are random, trained or merged differ everywhere.
 
-Each run starts from the same state: what it writes is undone. A model that is not traced is one
-piece, run without its breaks: see `WithoutBreaks`. A choice in its Python is a border that no batch
-is padded across, whatever the runs give. A difference counts if the same row has it for each of
-three inputs: a close decision, as of a router, falls another way in other company.
+Each run starts from the same state: what it writes is undone. While an engine compiles beside its
+steps, pieces that only compute are looked at there: the steps see nothing of it. A model that is
+not traced is one piece, run without its breaks: see `WithoutBreaks`. A choice in its Python is a
+border that no batch is padded across, whatever the runs give. A difference counts if the same row
+has it for each of three inputs: a close decision, as of a router, falls another way in other
+company.
 """
 
 from __future__ import annotations
@@ -67,6 +69,19 @@ def known_mixed_rows(
     return found
 
 
+def keep_beside_steps(
+    cache: Cache, compiled: CompiledModel, device: torch.device, **asked: Any
+) -> Iterable[RowsMixed | str]:
+    """As `known_mixed_rows`, in a thread beside steps; nothing if a run could be seen by them."""
+    if asked["forward"] is not None or _key(compiled, **asked) is None:
+        return ()
+    sizes = any_sizes(compiled.plan)
+    steps = _by_piece(compiled.plan).values()
+    if not all(Trials(compiled, s, None, device, sizes, {}).only_computes for s in steps):
+        return ()
+    return known_mixed_rows(cache, compiled, device, **asked)
+
+
 def find_mixed_rows(
     compiled: CompiledModel,
     device: torch.device,
@@ -92,7 +107,7 @@ def find_mixed_rows(
     most = {size: sized[1][size]} if sized else {}
     if served and size == TOKENS:
         most = {size: max([*served, *most.values()])}
-    steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
+    steps = _by_piece(plan)
     if untraced is not None:
         args, outs = ([each.name for each in values] for values in (plan.inputs, plan.results))
         steps = {0: PieceStep(piece=0, args=tuple(args), outs=tuple(outs))}
@@ -151,6 +166,11 @@ def _borders(
             for end, (name, where) in borders or ():
                 yield RowsMixed(trial.piece, name, where, TOKENS, end)
         previous = size
+
+
+def _by_piece(plan: Plan) -> dict[int, PieceStep]:
+    """A step of each unique piece."""
+    return {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
 
 
 def _limits(plan: Plan) -> tuple[int, int]:

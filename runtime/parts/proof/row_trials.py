@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from ....compile.ir.config import TOKENS
 from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
+from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
-from .op_rows import OpRows, beyond
+from .op_rows import OnlyComputes, OpRows, beyond
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
@@ -74,6 +76,23 @@ class Trials:
     @property
     def piece(self) -> int:
         return self.step.piece
+
+    @cached_property
+    def only_computes(self) -> bool:
+        """Whether the piece draws no random numbers and writes nothing that it is given.
+
+        Its source is run op by op, up to the first one that does.
+        """
+        if self.untraced is not None:
+            return False
+        plan = self.compiled.plan
+        sizes = self._at(min(self.largest[TOKENS], any_sizes(plan)[TOKENS]))
+        args, _ = self._arguments(_SEEDS[0], sizes, sizes, extreme=False, moved=False)
+        try:
+            OnlyComputes(args).run(plan.pieces[self.piece].text)
+        except Exception:  # the source of a piece may not run as it is
+            return False
+        return True
 
     def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""
@@ -200,6 +219,13 @@ class Trials:
 
         `ops` sees each operator.
         """
+        with nullcontext() if self.only_computes else _seeded(self.device):
+            return self._outcome(seed, real, padded, extreme, moved, ops)
+
+    def _arguments(
+        self, seed: int, real: Sizes, padded: Sizes, extreme: bool, moved: bool
+    ) -> tuple[list[Any], dict[str, Tensor]]:
+        """The arguments of a run, and those that it has to itself by name."""
         plan, weights = self.compiled.plan, self.compiled.weights
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
@@ -218,8 +244,13 @@ class Trials:
                 value[inside] = rows[inside]
                 args.append(value)
                 tensors[name] = value
-        # torch's manual_seed formats a stack for each kind of device
-        (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(0)
+        return args, tensors
+
+    def _outcome(
+        self, seed: int, real: Sizes, padded: Sizes, extreme: bool, moved: bool, ops: OpRows | None
+    ) -> _Outcome:
+        plan = self.compiled.plan
+        args, tensors = self._arguments(seed, real, padded, extreme, moved)
         pointers = [each for pair in self._inputs(_SEEDS[0]) for each in pair] + [*tensors.values()]
         written = {i.name: i for i in plan.inputs if i.written and i.name in tensors}
         before = {name: tensors[name].clone() for name in written}
@@ -262,6 +293,8 @@ class Trials:
         finally:
             memory.restore()
         memory.check()
+        if not kept:
+            return list(self.step.outs), results, {}
         buffers = {id(tensor): name for name, tensor in self.compiled.model.named_buffers()}
         names = [buffers.get(id(weights[target]), target) for target in kept]
         state = map(WrittenMemory, memory.values(), after)
@@ -298,6 +331,15 @@ def _differing(
 def _after(state: Mapping[str, WrittenMemory], name: str, before: Tensor) -> Tensor:
     """What memory holds after a run, which may not have written it."""
     return state[name].after if name in state else before
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Random numbers are the same in each run, and those of others go on as if there were none."""
+    with preserve_rng_state():
+        # torch's manual_seed formats a stack for each kind of device
+        (torch.default_generator if device.type == "cpu" else torch).manual_seed(0)
+        yield
 
 
 def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:

@@ -7,6 +7,7 @@ switches to compiled code between two steps. With several ranks all switch at th
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from ....compile.ir.compilation import BundleMiss, CompileRecords, CompileRequest
@@ -18,13 +19,26 @@ from ...core.exchange import Exchange
 from ...core.records import BackgroundFailure, BackgroundPhase, LibrariesBuilt, Records
 from .tracing_thread import NotKnown, TracingThread, beside_steps, reason_of
 
+Look = Callable[[CompiledModel], object]
+"""What a thread does beside steps for code that will serve, and keeps in the cache."""
+
 
 class Background:
-    """The compilation of one model beside its steps, in `thread`."""
+    """The compilation of one model beside its steps, in `thread`.
 
-    def __init__(self, missing: NoBundle, records: Records, exchange: Exchange | None) -> None:
+    There `look` finds what the switch needs to know of the compiled code.
+    """
+
+    def __init__(
+        self,
+        missing: NoBundle,
+        records: Records,
+        exchange: Exchange | None,
+        look: Look,
+    ) -> None:
         self._missing = missing
         self._records = records
+        self._look = look
         self._began = time.perf_counter()
         self._loaded: Loaded | BundleMiss = BundleMiss("a process that was forked has no threads")
         self._phase = ""
@@ -82,6 +96,7 @@ class Background:
         if isinstance(outcome, Loaded):
             if outcome.compiled.plan.model_dump_json() != compiled.plan.model_dump_json():
                 raise NotKnown("its bundle was stored under the key of another state")
+            self._look(outcome.compiled)
             self._loaded = outcome
             return ""
         return self._failure(str(outcome))

@@ -39,7 +39,7 @@ from ...core.report import verified
 from ...core_model import CoreModel
 from ...part import CaptureSet, Part, Run
 from ...setup.model_policy import Policy
-from .background import Background, Libraries
+from .background import Background, Libraries, Look
 from .tracing_thread import CLOSE_S, PATIENCE_S, WAIT_S
 from .verification import Verification, stale
 
@@ -51,7 +51,8 @@ class StartsPart(Part):
     """Replaces the code of one model. Nothing that it starts keeps the model alive.
 
     Only one of a step and a replacement happens at a time: another thread may wait for compiled
-    code and switch to it. `policy_of` gives the policy of other code.
+    code and switch to it. `policy_of` gives the policy of other code, and `look` is what a thread
+    does for it beforehand, beside the steps.
     """
 
     name = "starts"
@@ -65,11 +66,13 @@ class StartsPart(Part):
         core: CoreModel,
         policy_of: Callable[[CompiledModel], Policy],
         beside: Background | Verification | None,
+        look: Look,
     ) -> None:
         self.between_steps = False
         self.beside: Beside | None = beside
         self._core = core
         self._policy_of = policy_of
+        self._look = look
         self._captures = False
         """Whether the startup set is captured once compiled code serves."""
         self._replacing = False
@@ -252,7 +255,8 @@ class StartsPart(Part):
             return
         request = self._request
         with allow_compilation():
-            self._start(Background(without_bundle(request), records, request.exchange))
+            missing = without_bundle(request)
+            self._start(Background(missing, records, request.exchange, self._look))
         self._captures = captures
 
     @property
@@ -266,7 +270,7 @@ class StartsPart(Part):
 
 
 def first_code(
-    request: CompileRequest, config: Config, records: Records
+    request: CompileRequest, config: Config, records: Records, look: Look
 ) -> tuple[CompiledModel, Background | Verification | None]:
     """The code to start with, and what runs beside its steps."""
     serves = config.compile and config.bundle in (BundleUse.SERVE, BundleUse.SERVE_AHEAD)
@@ -288,7 +292,8 @@ def first_code(
             raise stale(request, refusal)
         found = without_bundle(request)
     if serves:
-        return uncompiled_model(request), Background(found, records, request.exchange)
+        beside = Background(found, records, request.exchange, look)
+        return uncompiled_model(request), beside
     return compile_missing(found), None
 
 

@@ -2,15 +2,17 @@
 
 import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from piecegraph import Batch, Config, Events, compile_ahead, prepare
-from piecegraph.runtime.parts.proof import row_mixing
+from piecegraph.runtime.parts.proof import row_mixing, row_trials
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
+from piecegraph.runtime.parts.proof.row_trials import Trials
 
-from .conftest import MixesRows, Model
+from .conftest import HIDDEN, MixesRows, Model
 
 compile_ahead_module = sys.modules[compile_ahead.__module__]
 
@@ -41,6 +43,12 @@ def start(prepare_live):
     return start
 
 
+@pytest.fixture(scope="module")
+def twice_op(temporary_op):
+    schema = "(Tensor x) -> Tensor"
+    return temporary_op("known_mixing::twice", schema, lambda x: x * 2, fake=torch.empty_like)
+
+
 @pytest.mark.parametrize("model", [Model, MixesRows])
 def test_the_next_start_knows(start, looked, model):
     found = start(model)
@@ -60,14 +68,7 @@ def test_other_weights_are_looked_at(prepare_live, looked):
     assert looked
 
 
-def test_kernels_of_others_are_looked_at_by_each_start(start, looked, temporary_op):
-    schema = "(Tensor x) -> Tensor"
-    temporary_op("known_mixing::twice", schema, lambda x: x * 2, fake=torch.empty_like)
-
-    class CallsAKernel(Model):
-        def forward(self, x):
-            return torch.ops.known_mixing.twice(super().forward(x))
-
+def test_kernels_of_others_are_looked_at_by_each_start(start, looked, twice_op):
     for _ in range(2):
         looked.clear()
         start(CallsAKernel)
@@ -108,17 +109,66 @@ def test_compile_ahead_builds_what_the_next_start_loads(tmp_path, looked):
     prepared.close()
 
 
+class Draws(Model):
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, 0.5, True))
+
+
+class Writes(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(HIDDEN))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+class CallsAKernel(Model):
+    def forward(self, x):
+        return torch.ops.known_mixing.twice(super().forward(x))
+
+
+@pytest.mark.parametrize("model", [Model, MixesRows, Draws, Writes, CallsAKernel])
+def test_the_switch_looks_only_for_what_a_thread_may_not_run(
+    serve_cold, looked, monkeypatch, twice_op, model
+):
+    """Steps beside the thread would draw other random numbers, or lose what they write."""
+    threads = []
+
+    def run(*args, **named):
+        threads.append(threading.current_thread() is threading.main_thread())
+        assert threads[-1] or not seeded
+        return ran(*args, **named)
+
+    ran, seeded = Trials._run, []
+    monkeypatch.setattr(Trials, "_run", run)
+    monkeypatch.setattr(
+        row_trials, "_seeded", lambda device: seeded.append(device) or nullcontext()
+    )
+    torch.manual_seed(0)
+    served = serve_cold(model())
+    assert served.prepared.wait_until_compiled(60)
+    only_computes = model in (Model, MixesRows)
+    assert set(threads) == {not only_computes}
+    assert bool(seeded) != only_computes
+    if only_computes:
+        assert len(served.prepared.report()["rows_mixed"]) == (model is MixesRows)
+
+
 @pytest.mark.parametrize("beside", [True, False])
-def test_compile_ahead_runs_no_piece_beside_steps_of_another_thread(monkeypatch, beside):
-    """It would draw from their generator, and write what the model keeps."""
-    ran = []
+def test_compile_ahead_runs_beside_steps_only_what_computes(
+    prepare_live, looked, monkeypatch, beside
+):
     monkeypatch.setattr(compile_ahead_module, "build_libraries", lambda *_: True)
-    monkeypatch.setattr(compile_ahead_module, "_look_at_padding", lambda *_: ran.append(1))
-    given = (torch.nn.Linear(4, 4), Config(graph_mode="NONE"))
-    if beside:
-        thread = threading.Thread(target=compile_ahead, args=given)
-        thread.start()
-        thread.join()
-    else:
-        assert compile_ahead(*given)
-    assert ran == [1] * (not beside)
+    for model in (Model(), Draws()):
+        config = prepare_live(model).prepared.config
+        given = (model, config.changed(capture_sizes=(3, 8)))
+        looked.clear()
+        if beside:
+            thread = threading.Thread(target=compile_ahead, args=given)
+            thread.start()
+            thread.join()
+        else:
+            assert compile_ahead(*given)
+        assert bool(looked) == (isinstance(model, Draws) <= (not beside))
