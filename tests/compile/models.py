@@ -48,6 +48,21 @@ def marked_line(body: Callable[..., Any], mark: str) -> int:
     return first + index
 
 
+class Products(nn.Module):
+    """Ops between products of matrices: Inductor has nothing for a C++ compiler to do."""
+
+    def __init__(self, ops: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.names = [f"layers.{i}" for i in range(ops)]
+        self.weight = nn.Parameter(torch.randn(8, 8) / 3, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = torch.ops.piecegraph_test.fresh(x @ self.weight, name)
+        return x @ self.weight
+
+
 class Layer(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import pytest
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PieceFailed
+from piecegraph.torch_compat.basics.tensors import is_fake
 
 from . import ops as _registers  # noqa: F401
 from .starts import compile_text, load_texts, start
@@ -23,6 +24,7 @@ class Recording:
     def __init__(self, broken=""):
         self.log = []
         self.collecting = set()
+        self.sizes = []
         self._broken, self._count = broken, 0
 
     def load(self):
@@ -40,6 +42,7 @@ class Recording:
         number, self._count = self._count, self._count + 1
         self._note(f"generate {number}")
         self.collecting.add(gc.isenabled())
+        self.sizes.append({str(size) for x in inputs if is_fake(x) for size in x.shape})
         building = compile_text(graph, inputs, options)
 
         def build():
@@ -100,6 +103,14 @@ def test_garbage_is_not_collected_while_compiling_and_is_afterwards(tmp_path, us
         begin(tmp_path)
     assert compiler.collecting == {False}
     assert gc.isenabled()
+
+
+def test_code_for_one_size_is_of_fake_inputs_without_symbols(tmp_path, using):
+    """Of real tensors torch makes every size a symbol, that of a weight too, and guards on them."""
+    compiler = using(Recording())
+    start(Stack(1), tmp_path, compiler="recording", splitting_ops=(), codegen={"sizes": (16,)})
+    assert sorted(sizes >= {"16"} for sizes in compiler.sizes) == [False, True]
+    assert [sizes <= {"16", "8"} for sizes in compiler.sizes if "16" in sizes] == [True]
 
 
 @pytest.mark.parametrize("frozen", [True, False])

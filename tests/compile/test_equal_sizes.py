@@ -56,7 +56,13 @@ def test_two_names_stay_independent(compiled, shapes):
     assert (len(x), len(y)) == (8, 4)
 
 
-@pytest.mark.parametrize("shapes", DynamicShapes)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(each, marks=[pytest.mark.heavy] * (each is not DynamicShapes.UNBACKED))
+        for each in DynamicShapes
+    ],
+)
 def test_a_piece_without_results_is_compiled_for_the_sizes_of_the_trace(compiled, shapes):
     made = compiled(
         NoResult(),

@@ -284,6 +284,7 @@ def test_model_is_compiled_with_its_own_inputs(compiled, own_model, monkeypatch)
         with forward_context(ForwardContext({}, PackedRequests((7,)))):
             result = made(input_ids=ids, position_ids=positions)
         assert type(result) is type(expected)
+        assert list(result.keys()) == list(expected.keys())
         torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
 
 

@@ -6,11 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat.basics import tensors
 from piecegraph.torch_compat.repairs import inductor_fixes
-
-TOOLCHAIN = toolchain_directory("")
 
 
 def test_a_mutation_is_found_through_views():
