@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, prepare
+from piecegraph.compile.guards.tolerance import differences, precision
+from piecegraph.runtime.parts.proof.op_rows import beyond
+from piecegraph.runtime.parts.proof.row_trials import other_size
 
 from ..conftest import small_config, strict_backend
 
@@ -225,3 +228,16 @@ def test_padding_of_another_size_reaches_no_row(lookup):
     decision = prepared.dispatch(Batch(3, 1))
     assert decision.mode.name == ("FULL" if lookup else "NONE")
     torch.testing.assert_close(prepared.run(decision, x, image, places), model(x, image, places))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("change", [0.0, 0.003, 0.4, torch.nan, torch.inf])
+def test_one_row_that_differs_is_found(dtype, change):
+    one = (torch.rand(5, 8) + 0.5).to(dtype)
+    other = one.clone()
+    other[3, 2] += change
+    apart = differences(one, other) * precision(dtype) > other_size(precision(dtype))
+    assert apart.tolist() == [False] * 3 + [not change < 0.1, False]
+    assert torch.equal(beyond(one, other, other_size), apart)
+    one[1] = other[1] = torch.nan  # padding that both runs kept
+    assert torch.equal(beyond(one, other, other_size), apart)
