@@ -14,12 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, make_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from piecegraph import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
+from piecegraph import (
+    Batch,
+    Config,
+    GraphMode,
+    PreparedModel,
+    RuntimeMode,
+    get_forward_context,
+    prepare,
+)
 from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.runtime.backends.protocol import BoundGraph, Code, Memory, Replay
 from piecegraph.runtime.backends.replay.work_queue import QueuePoint
@@ -40,6 +49,23 @@ def _idle(x: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
 
 LIBRARY.impl("idle", _idle, "CPU")
 torch.library.register_fake("piecegraph_bench::idle", _idle, lib=LIBRARY)
+
+LIBRARY.define("reading(Tensor x, Tensor(a!) output, str layer_name) -> ()")
+
+
+def _reading(x: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    metadata = get_forward_context().metadata
+    for field in fields(metadata):
+        getattr(metadata, field.name)
+
+
+LIBRARY.impl("reading", _reading, "CPU")
+torch.library.register_fake("piecegraph_bench::reading", _idle, lib=LIBRARY)
+
+_TENSORS = {f"tensor_{n}": torch.zeros(NUM_TOKENS, dtype=torch.int64) for n in range(10)}
+_VALUES = {f"value_{n}": n for n in range(10)}
+FieldsOf20: type[Any] = make_dataclass("FieldsOf20", [*_TENSORS, *_VALUES])
+"""Metadata of attention: ten tensors that stay where they are, and ten numbers."""
 
 
 class IdleGraph:
@@ -142,10 +168,11 @@ class IdleModel(torch.nn.Module):
 
 
 class ServedModel(torch.nn.Module):
-    """`IdleModel` with a weight per layer and three more inputs."""
+    """`IdleModel` with a weight per layer and three more inputs, or with another splitting op."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: str = "idle") -> None:
         super().__init__()
+        self.op = getattr(torch.ops.piecegraph_bench, op)
         self.layer_names = [f"layers.{i}" for i in range(LAYERS)]
         self.scales = torch.nn.ParameterList(torch.ones(HIDDEN) for _ in range(LAYERS))
 
@@ -160,7 +187,7 @@ class ServedModel(torch.nn.Module):
         for layer_name, scale in zip(self.layer_names, self.scales, strict=True):
             x = x * scale
             output = torch.empty_like(x)
-            torch.ops.piecegraph_bench.idle(x, output, layer_name)
+            self.op(x, output, layer_name)
             x = output
         return x + slot_mapping.unsqueeze(-1)
 
@@ -170,7 +197,8 @@ def run(quick: bool) -> dict[str, Any]:
 
     `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`. `full_us` is what a FULL
     step of `IdleModel` costs beyond the launch of its graph, a lower bound; `served_us` is that of
-    `ServedModel`, `served_padded_us` with padding, `served_buffers_us` with buffers of the engine,
+    `ServedModel`, `served_padded_us` with padding, `served_metadata_us` with metadata of 20 fields,
+    `served_buffers_us` with buffers of the engine,
     and `least_us` that of a step with such buffers written by hand.
     """
     rounds, steps = (31, 100) if quick else (51, 500)
@@ -192,6 +220,7 @@ def run(quick: bool) -> dict[str, Any]:
         "full_us": own("FULL"),
         "served_us": own("FULL, served"),
         "served_padded_us": own("FULL, served, padded"),
+        "served_metadata_us": own("FULL, served, metadata of 20 fields"),
         "served_buffers_us": own("FULL, served, the engine's buffers"),
         "served_buffers_padded_us": own("FULL, served, the engine's buffers, padded"),
         "least_us": own("least step, by hand"),
@@ -243,17 +272,20 @@ def _full(rounds: int, steps: int) -> list[dict[str, Any]]:
 def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
     """FULL steps of `ServedModel`: all rows real, with padding, with the engine's buffers."""
     rows = []
-    for name, num_tokens, own in (
-        ("FULL, served", NUM_TOKENS, False),
-        ("FULL, served, padded", NUM_TOKENS - 1, False),
-        ("FULL, served, the engine's buffers", NUM_TOKENS, True),
-        ("FULL, served, the engine's buffers, padded", NUM_TOKENS - 1, True),
+    for name, num_tokens, own, metadata_of in (
+        ("FULL, served", NUM_TOKENS, False, object),
+        ("FULL, served, padded", NUM_TOKENS - 1, False, object),
+        ("FULL, served, the engine's buffers", NUM_TOKENS, True, object),
+        ("FULL, served, the engine's buffers, padded", NUM_TOKENS - 1, True, object),
+        ("FULL, served, metadata of 20 fields", NUM_TOKENS, False, metadata_of_20),
     ):
         inputs = served_inputs()
-        prepared, caches = served_model(GraphMode.FULL_DECODE_ONLY, inputs if own else None)
-        step, metadata = {k: tensor[:num_tokens] for k, tensor in inputs.items()}, object()
+        prepared, caches = served_model(
+            GraphMode.FULL_DECODE_ONLY, inputs if own else None, metadata_of
+        )
+        step = {k: tensor[:num_tokens] for k, tensor in inputs.items()}
         timed: list[Callable[[], Any]] = [
-            partial(served_step, prepared, num_tokens, metadata, step),
+            partial(served_step, prepared, num_tokens, metadata_of, step),
             _bare_loop(prepared),
         ]
         if own:
@@ -268,6 +300,11 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def metadata_of_20() -> Any:
+    """New metadata of a step, of ten tensors that stay where they are and ten numbers."""
+    return FieldsOf20(**_TENSORS, **_VALUES)
+
+
 def served_inputs() -> dict[str, torch.Tensor]:
     """The inputs of `ServedModel`."""
     integers = ("positions", "slot_mapping", "adapter_ids")
@@ -276,9 +313,13 @@ def served_inputs() -> dict[str, torch.Tensor]:
 
 
 def served_model(
-    mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None, **settings: Any
+    mode: GraphMode,
+    buffers: dict[str, torch.Tensor] | None = None,
+    metadata_of: Callable[[], Any] = object,
+    **settings: Any,
 ) -> tuple[PreparedModel, list[torch.Tensor]]:
-    """`ServedModel`, captured and sealed, and its watched caches, which the caller keeps."""
+    """`ServedModel`, captured and sealed, and its watched caches, which the caller keeps. Its
+    splitting ops read each field of metadata that has any."""
     caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
     config = _config(
         mode,
@@ -288,10 +329,11 @@ def served_model(
         adapter_ids="int64[num_tokens]",
     )
     config = config.changed(**settings)
-    prepared = prepare(ServedModel(), config, backend=IdleBackend(), input_buffers=buffers)
+    model = ServedModel("idle" if metadata_of is object else "reading")
+    prepared = prepare(model, config, backend=IdleBackend(), input_buffers=buffers)
     for layer, cache in enumerate(caches):
         prepared.watch(f"layers.{layer}.cache", cache)
-    prepared.capture()
+    prepared.capture(lambda *_: metadata_of())
     prepared.seal()
     return prepared, caches
 
@@ -333,16 +375,20 @@ def _least_step(
 
 
 def served_step(
-    prepared: PreparedModel, num_tokens: int, metadata: object, inputs: dict[str, torch.Tensor]
+    prepared: PreparedModel,
+    num_tokens: int,
+    metadata_of: Callable[[], Any],
+    inputs: dict[str, torch.Tensor],
 ) -> None:
     """One step as an engine runs it; the result is dropped, as after sampling."""
+    metadata = metadata_of()
     batch = Batch(num_tokens=num_tokens, num_reqs=num_tokens, is_decode=True, query_len=1)
     prepared(**inputs, batch=batch, metadata=metadata)
 
 
 def _config(mode: GraphMode, **inputs: str) -> Config:
     return Config(
-        splitting_ops=("piecegraph_bench::idle",),
+        splitting_ops=("piecegraph_bench::idle", "piecegraph_bench::reading"),
         inputs=inputs,
         max_num_tokens=NUM_TOKENS,
         max_num_reqs=NUM_TOKENS,

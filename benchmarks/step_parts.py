@@ -76,4 +76,4 @@ def _step(stack: ExitStack, mode: GraphMode, part: str, off: str) -> Callable[[]
         prepare_steps(prepared)
     stack.callback(prepared.close)
     stack.callback(caches.clear)  # watched memory stays alive until then
-    return partial(served_step, prepared, NUM_TOKENS, object(), inputs)
+    return partial(served_step, prepared, NUM_TOKENS, object, inputs)

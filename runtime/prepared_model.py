@@ -55,8 +55,10 @@ class PreparedModel:
         decision that makes one, for metadata that must be padded to the descriptor.
         """
         core = self._core
-        batch = core.steps.stating_form(batch, args, kwargs)
-        decision = core.steps.dispatch(batch, None, None)
+        steps = core.steps
+        if steps.has_forms:
+            batch = steps.stating_form(batch, args, kwargs)
+        decision = steps.dispatch(batch, None, None)
         if callable(metadata):
             if isinstance(metadata, type):
                 raise InvalidArgument(

@@ -79,6 +79,8 @@ class StepRunner:
 
     codes: Sequence[ModelCode]
     """Of each call form."""
+    has_forms: bool
+    """Whether there are several."""
     dispatcher: Dispatcher
     _graphs: Sequence[StepGraph | None]
 
@@ -111,12 +113,13 @@ class StepRunner:
         """Run steps with `codes` from now on, and with `graphs` by graph index."""
         self.codes = codes
         self.code = codes[0]
+        self.has_forms = len(codes) > 1
         self.dispatcher = dispatcher
         self._graphs = graphs
 
     def code_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCode:
         """The code of the form that a call has, by its skeleton; raises CallFormUnknown."""
-        if len(self.codes) == 1:
+        if not self.has_forms:
             return self.code
         for code in self.codes:
             if code.fits(*args, **kwargs):
@@ -132,9 +135,7 @@ class StepRunner:
         return CallFormUnknown(fault=fault, forms="; ".join(shown))
 
     def stating_form(self, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        """`batch` with the form of a call."""
-        if len(self.codes) == 1:
-            return batch
+        """`batch` with the form of a call, of a model that has several."""
         form = self.codes.index(self.code_of(args, kwargs))
         return replace(batch, axes={**(batch.axes or {}), FORM: form})
 
@@ -175,7 +176,7 @@ class StepRunner:
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
         try:
-            code = self.code if len(self.codes) == 1 else self.code_of(args, kwargs)
+            code = self.code_of(args, kwargs) if self.has_forms else self.code
             tensors, sizes = code.arguments(stated, *args, **kwargs)
         except TypeError as error:
             self._must_fit(args, kwargs, error)

@@ -60,13 +60,14 @@ def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece(monkey
         "wrapper_over_piecewise",
         "none_over_stitched",
     }
-    for figure in ("full_us", "served_us", "served_padded_us", "served_buffers_us"):
+    for figure in ("full_us", "served_us", "served_metadata_us", "served_buffers_us"):
         assert result[figure] > 0
     steps = [row["step"] for row in result["rows"]]
     assert steps == [
         "PIECEWISE", "wrapper per piece", "NONE", "FULL", "FULL, the engine's buffer",
         "FULL, served", "FULL, served, padded", "FULL, served, the engine's buffers",
         "least step, by hand", "FULL, served, the engine's buffers, padded",
+        "FULL, served, metadata of 20 fields",
     ]  # fmt: skip
     assert all(row["us"] > 0 and row["other_us"] > 0 for row in result["rows"])
 
