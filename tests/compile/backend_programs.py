@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import functools
 import json
 import math
@@ -36,12 +35,6 @@ def pairs(*sizes):
 Point = collections.namedtuple("Point", "x y")
 
 
-@dataclasses.dataclass
-class Output:
-    hidden: Tensor
-    parts: list[Tensor]
-
-
 class Block(nn.Module):
     def __init__(self, width=8):
         super().__init__()
@@ -62,16 +55,6 @@ class Counting(nn.Module):
         self.calls += 1
         self.sum += x.mean(0)
         return x * self.sum + self.calls
-
-
-class Cache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.keys = []
-
-    def forward(self, x):
-        self.keys.append(x)
-        return torch.cat(self.keys).sum(0)
 
 
 class Square(torch.autograd.Function):
@@ -104,53 +87,14 @@ def named_tuple(p):
     return Point(p.x + p.y, p.x - p.y)
 
 
-def data_class(x):
-    made = Output(x * 2, [x, x + 1])
-    return made.hidden + sum(made.parts)
-
-
-def closure(x):
-    scale = 3
-
-    def inner(y):
-        nonlocal scale
-        scale += 1
-        return y * scale
-
-    return inner(x) + inner(x)
-
-
 def generator(x):
     return sum(part * i for i, part in enumerate(x.unbind(1)))
-
-
-def exception(x):
-    try:
-        raise KeyError("k")
-    except KeyError:
-        return x.cos()
 
 
 def early_return(x, flag):
     if flag:
         return x + 1
     return x - 1
-
-
-def keyword(x, *, scale=1.0, **rest):
-    return x * scale + sum(rest.values())
-
-
-def while_loop_in_python(x):
-    i = 0
-    while i < x.size(0) % 3 + 1:
-        x = x + i
-        i += 1
-    return x
-
-
-def string_key(x, mode):
-    return {"sin": torch.sin, "cos": torch.cos}[mode](x)
 
 
 def partial(x):
@@ -171,10 +115,6 @@ def only_numbers(x):
     return x.shape[0] * 2
 
 
-def nothing(x):
-    x.sin()
-
-
 def returns_input(x):
     y = x * 2
     return x, y, y
@@ -182,12 +122,6 @@ def returns_input(x):
 
 def constants(x):
     return x + torch.tensor([1.0] * 8) * torch.arange(8) + torch.zeros(x.size(0), 1)
-
-
-def numpy_function(x):
-    import numpy as np
-
-    return torch.from_numpy(np.sin(x.numpy())) * 2
 
 
 def einsum(x, y):
@@ -198,38 +132,8 @@ def complex_numbers(x):
     return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * 1j).abs()
 
 
-def fourier(x):
-    return torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, dim=1)
-
-
-def integers(x):
-    i = (x * 10).to(torch.int64)
-    return (i // 3) % 5 + (i << 1) + (i & 3)
-
-
-def sort_and_gather(x):
-    values, order = x.sort(dim=1, descending=True, stable=True)
-    return values + x.gather(1, order).cumsum(1) + order
-
-
-def where_and_mask(x):
-    mask = torch.triu(torch.ones(x.size(0), x.size(0), dtype=torch.bool), 1)
-    scores = (x @ x.T).masked_fill(mask, -math.inf)
-    return torch.where(mask, 0, scores.softmax(-1)) @ x
-
-
-def embedding_bag(ids):
-    table = torch.arange(80.0).view(10, 8)
-    return F.embedding(ids, table).mean(1) + F.one_hot(ids, 10).float().sum((1, 2))[:, None]
-
-
 def quantile(x):
     return torch.quantile(x, torch.tensor([0.1, 0.9]), dim=1) + x.std() + x.median()
-
-
-def linear_algebra(x):
-    square = x.T @ x + 8 * torch.eye(8)
-    return torch.linalg.solve(square, x.T) + torch.linalg.cholesky(square).sum()
 
 
 def sparse(x):
@@ -245,29 +149,9 @@ def generator_argument(x):
     return x + torch.rand(x.shape, generator=g)
 
 
-def bfloat(x):
-    return (x.bfloat16() * 2).float() + x.half().float() + x.double().sum().float()
-
-
 def list_of_tensors(xs):
     xs.append(xs[0] + xs[1])
     return [x.relu() for x in reversed(xs)]
-
-
-def deep_nesting(tree):
-    return {"out": (tree["a"][0] + tree["b"]["c"], [tree["a"][1]])}
-
-
-def unused_argument(x, y):
-    return x.sin()
-
-
-def same_tensor_twice(x, y):
-    return x + y * 2
-
-
-def default_dtype(x):
-    return x + torch.ones(8, dtype=torch.get_default_dtype())
 
 
 def inference(x):
@@ -279,68 +163,30 @@ PLAIN = {
     "add": lambda: (torch.add, pairs(3, 5, 9)),
     "dictionary": lambda: (dictionary, [({"a": R(n), "b": R(n)},) for n in (3, 5)]),
     "named_tuple": lambda: (named_tuple, [(Point(R(n), R(n)),) for n in (3, 5)]),
-    "data_class": lambda: (data_class, rows(3, 5)),
-    "closure": lambda: (closure, rows(3, 5)),
-    "generator": lambda: (generator, rows(3, 5)),
-    "exception": lambda: (exception, rows(3, 5)),
     "early_return": lambda: (early_return, [(R(3), True), (R(4), False), (R(5), True)]),
-    "keyword": lambda: (lambda x, s: keyword(x, scale=s, a=x, b=x), [(R(3), 2.0), (R(5), 3.0)]),
-    "while_loop_in_python": lambda: (while_loop_in_python, rows(3, 4, 5)),
-    "string_key": lambda: (string_key, [(R(3), "sin"), (R(3), "cos")]),
-    "partial": lambda: (partial, rows(3, 5)),
     "sorted_parts": lambda: (sorted_parts, rows(3, 5)),
     "shape_arithmetic": lambda: (shape_arithmetic, rows(4, 6)),
     "only_numbers": lambda: (only_numbers, rows(3, 5)),
-    "nothing": lambda: (nothing, rows(3)),
     "returns_input": lambda: (returns_input, rows(3, 5)),
     "constants": lambda: (constants, rows(3, 5)),
-    "numpy_function": lambda: (numpy_function, rows(3, 5)),
-    "einsum": lambda: (einsum, pairs(3, 5)),
     "complex_numbers": lambda: (complex_numbers, rows(4, 6)),
-    "fourier": lambda: (fourier, rows(3, 5)),
-    "integers": lambda: (integers, rows(3, 5)),
-    "sort_and_gather": lambda: (sort_and_gather, rows(3, 5)),
-    "where_and_mask": lambda: (where_and_mask, rows(3, 5)),
-    "embedding_bag": lambda: (embedding_bag, [(torch.randint(10, (n, 3)),) for n in (3, 5)]),
-    "quantile": lambda: (quantile, rows(3, 5)),
-    "linear_algebra": lambda: (linear_algebra, rows(9, 12)),
     "sparse": lambda: (sparse, rows(3, 5)),
     "random_numbers": lambda: (random_numbers, rows(3, 5)),
     "generator_argument": lambda: (generator_argument, rows(3, 5)),
-    "bfloat": lambda: (bfloat, rows(3, 5)),
     "list_of_tensors": lambda: (list_of_tensors, [([R(3), R(3)],), ([R(5), R(5)],)]),
-    "deep_nesting": lambda: (
-        deep_nesting,
-        [({"a": (R(n), R(n)), "b": {"c": R(n)}},) for n in (3, 5)],
-    ),
-    "unused_argument": lambda: (unused_argument, pairs(3, 5)),
-    "same_tensor_twice": lambda: (same_tensor_twice, [(x, x) for (x,) in rows(3, 5)]),
-    "default_dtype": lambda: (default_dtype, rows(3, 5)),
     "inference": lambda: (inference, rows(3, 5)),
-    "scalar_tensor": lambda: (lambda x: x * torch.tensor(2.5) + x.sum(), rows(3, 5)),
     "zero_dim": lambda: (lambda x: x.sin() + 1, [(R(()),), (R(()),)]),
     "empty": lambda: (lambda x: x * 2 + x.sum(), rows(0, 3, 5)),
-    "one_row": lambda: (lambda x: x.squeeze(0) * 2, rows(1, 3, 1)),
 }
 
 
 # In place, views, aliases.
 
 
-def in_place(x):
-    x.add_(1)
-    return x * 2
-
-
 def in_place_view(x):
     x[:, 1:3].mul_(2)
     x.t()[0] = 1
     return x.sum(1)
-
-
-def in_place_and_return(x):
-    x += 1
-    return x, x.view(-1)
 
 
 def write_to_other(x, y):
@@ -353,11 +199,6 @@ def scatter(x):
     return sums.scatter_reduce(0, index[:, None].expand_as(x), x, "amax")
 
 
-def index_put(x):
-    x[torch.arange(x.size(0)), torch.arange(x.size(0)) % 8] = 0.5
-    return x[:, [1, 2]] + x[..., None, 3:5].sum(1)
-
-
 def strided(x):
     return x.as_strided((x.size(0), 4), (8, 2)) * 2 + x.unfold(1, 4, 4).sum(1)
 
@@ -368,10 +209,6 @@ def resize(x):
     return y
 
 
-def out_argument(x, out):
-    return torch.mul(x, 3, out=out)
-
-
 def detached(x):
     y = x.detach()
     y.zero_()
@@ -379,15 +216,11 @@ def detached(x):
 
 
 VIEWS = {
-    "in_place": lambda: (in_place, rows(3, 5)),
     "in_place_view": lambda: (in_place_view, rows(3, 5)),
-    "in_place_and_return": lambda: (in_place_and_return, rows(3, 5)),
     "write_to_other": lambda: (write_to_other, pairs(3, 5)),
     "scatter": lambda: (scatter, rows(6, 9)),
-    "index_put": lambda: (index_put, rows(3, 5)),
     "strided": lambda: (strided, rows(3, 5)),
     "resize": lambda: (resize, rows(3, 5)),
-    "out_argument": lambda: (out_argument, pairs(3, 5)),
     "detached": lambda: (detached, rows(3, 5)),
     "transposed_input": lambda: (lambda x: x * 2 + x.sum(0), [(R(8, n).t(),) for n in (3, 5)]),
     "view_of_input": lambda: (lambda x: (x.view(-1), x[1:], x.t()), rows(3, 5)),
@@ -398,7 +231,6 @@ VIEWS = {
     "expanded": lambda: (lambda x: x.expand(4, -1, -1) + 1, [(R(1, n, 8),) for n in (3, 5)]),
     "buffer_update": lambda: (Counting(), rows(3, 3)),
     "batch_norm_train": lambda: (nn.BatchNorm1d(8), rows(4, 6)),
-    "module_list_state": lambda: (Cache(), rows(3, 3)),
 }
 
 
@@ -420,24 +252,15 @@ def branch_on_data(x):
 SCALARS = {
     "changing_int": lambda: (lambda x, k: x * k, [(R(3), k) for k in (2, 3, 4)]),
     "changing_float": lambda: (lambda x, k: x * k, [(R(3), k) for k in (2.5, 3.5, 4.5)]),
-    "changing_topk": lambda: (lambda x, k: x.topk(k).values, [(R(9), k) for k in (2, 3, 4)]),
-    "changing_range": lambda: (lambda x, k: x[:k].sum(), [(R(9), k) for k in (2, 3, 4)]),
-    "int_and_shape": lambda: (lambda x, k: x * k + x.size(0), [(R(k), k) for k in (2, 3, 4)]),
-    "changing_ones": lambda: (lambda k: torch.ones(k) * 2, [(2,), (3,), (4,)]),
     "timestep": lambda: (
         lambda x, t: x + torch.tensor([t]).float(),
         [(R(3), t) for t in (5, 7, 9)],
     ),
     "positive": lambda: (lambda x: x[x > 0] * 2, [(R(n),) for n in (9, 12)]),
-    "nonzero": lambda: (lambda x: x.nonzero(), [(R(n),) for n in (9, 12)]),
     "nonzero_count": lambda: (lambda x: x * x.nonzero().shape[0], [(R(n),) for n in (9, 12)]),
     "unique": lambda: (
         lambda x: torch.unique(x) * 2,
         [(torch.randint(4, (n,)),) for n in (9, 12)],
-    ),
-    "repeat_interleave": lambda: (
-        lambda x: x.repeat_interleave(torch.arange(x.size(0)), 0),
-        rows(3, 5),
     ),
     "masked_select": lambda: (lambda x: x.masked_select(x > 0).sum(), rows(3, 5)),
     "item": lambda: (item, rows(3, 5)),
@@ -446,10 +269,6 @@ SCALARS = {
     "tolist": lambda: (
         lambda x, n: x.split(n.tolist()),
         [(R(6), torch.tensor([2, 4])), (R(6), torch.tensor([3, 3]))],
-    ),
-    "bool_tensor": lambda: (
-        lambda x, m: torch.where(m, x, 0)[m],
-        [(R(n), R(n) > 0) for n in (9, 12)],
     ),
 }
 
@@ -470,11 +289,6 @@ SHAPES = {
         seeded(nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2))),
         [(R(b, 3, n, n),) for b, n in ((1, 16), (2, 20), (3, 24))],
     ),
-    "conv_1d": lambda: (seeded(nn.Conv1d(4, 6, 3, padding=1)), [(R(2, 4, n),) for n in (7, 9, 12)]),
-    "conv_transposed": lambda: (
-        seeded(nn.ConvTranspose2d(3, 2, 2, 2)),
-        [(R(1, 3, n, n),) for n in (4, 6)],
-    ),
     "interpolate": lambda: (
         lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
         [(R(1, 3, n, n),) for n in (4, 6, 7)],
@@ -483,38 +297,19 @@ SHAPES = {
         lambda x, y: F.interpolate(x, size=y.shape[-2:], mode="bicubic"),
         [(R(1, 3, 4, 4), R(1, 3, n, n)) for n in (6, 8, 9)],
     ),
-    "adaptive_pool": lambda: (
-        nn.AdaptiveAvgPool2d(3),
-        [(R(1, 3, n, n),) for n in (6, 9, 12)],
-    ),
-    "pad": lambda: (
-        lambda x: F.pad(x, (0, -x.size(-1) % 8)).view(x.size(0), -1, 8),
-        [(R(2, n),) for n in (5, 9, 14)],
-    ),
     "attention": lambda: (
         attention,
         [(R(2, 2, q, 8), R(2, 2, k, 8)) for q, k in ((3, 3), (5, 7), (6, 6))],
     ),
-    "matrices": lambda: (
-        torch.matmul,
-        [(R(a, b), R(b, c)) for a, b, c in ((2, 3, 4), (5, 6, 7), (3, 9, 2))],
-    ),
-    "broadcast": lambda: (
-        lambda x, y: x + y,
-        [(R(3, 1), R(1, 4)), (R(5, 1), R(1, 6)), (R(5, 6), R(1, 6))],
-    ),
-    "cat": lambda: (lambda x, y: torch.cat([x, y, x]), [(R(2, 8), R(3, 8)), (R(4, 8), R(7, 8))]),
     "reshape": lambda: (
         lambda x: x.reshape(-1, 4).sum(0) + x.reshape(2, -1).sum(),
         rows(4, 6, 8),
     ),
-    "chunk": lambda: (lambda x: x.chunk(2, 0), rows(4, 6, 7)),
     "recurrent": lambda: (seeded(nn.GRU(8, 6, batch_first=True)), [(R(2, n, 8),) for n in (3, 5)]),
     "transformer_layer": lambda: (
         seeded(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)).train(),
         [(R(2, n, 8),) for n in (3, 5)],
     ),
-    "blocks": lambda: (seeded(nn.Sequential(*(Block() for _ in range(4)))), rows(3, 5, 9)),
     "marked": lambda: (lambda x: x * 2, [(marked(R(n, 8)),) for n in (5, 9)]),
 }
 
@@ -533,25 +328,9 @@ def printing(x):
     return y.cos() + x.size(0)
 
 
-def break_in_loop(x):
-    for i in range(3):
-        x = x + i
-        torch._dynamo.graph_break()
-    return x
-
-
 @torch.compiler.disable
 def opaque(x):
     return x + 1
-
-
-def try_break(x):
-    try:
-        if x.sum() > 1e9:
-            raise ValueError
-        return x * 2
-    finally:
-        x.add_(1)
 
 
 def numpy_break(x):
@@ -560,20 +339,9 @@ def numpy_break(x):
 
 BREAKS = {
     "graph_break": lambda: (printing, rows(3, 5)),
-    "break_in_loop": lambda: (break_in_loop, rows(3, 5)),
     "disabled_function": lambda: (lambda x: opaque(x.sin()) * 2, rows(3, 5)),
-    "try_break": lambda: (try_break, rows(3, 5)),
     "numpy_break": lambda: (numpy_break, rows(3, 5)),
-    "hooked": lambda: (hooked(), rows(3, 5)),
-    "weak_reference": lambda: (lambda x: x + id(x) * 0, rows(3, 5)),
 }
-
-
-def hooked():
-    model = seeded(nn.Linear(8, 8))
-    model.register_forward_hook(lambda module, args, result: result * 2)
-    model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    return model
 
 
 # Training.
@@ -601,40 +369,14 @@ TRAINING = {
         trained(seeded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).train()),
         [(R(2, 3, n, n),) for n in (8, 10)],
     ),
-    "train_embedding": lambda: (
-        trained(seeded(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)))),
-        [(torch.randint(10, (n,)),) for n in (3, 5)],
-    ),
-    "train_attention": lambda: (
-        trained(seeded(nn.MultiheadAttention(8, 2, batch_first=True)), lambda f, x: f(x, x, x)[0]),
-        [(R(2, n, 8),) for n in (3, 5)],
-    ),
-    "train_frozen": lambda: (
-        trained(
-            nn.Sequential(seeded(nn.Linear(8, 8)).requires_grad_(False), seeded(nn.Linear(8, 8)))
-        ),
-        rows(3, 5),
-    ),
     "leaf_input": lambda: (lambda x: (x * x).sin(), [(leaf(3, 8),), (leaf(5, 8),)]),
     "own_function": lambda: (Square.apply, [(leaf(3),), (leaf(5),)]),
     "checkpointed": lambda: (
         lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False) * 2,
         [(leaf(3),), (leaf(5),)],
     ),
-    "no_grad_inside": lambda: (no_grad_inside, [(leaf(3),), (leaf(5),)]),
-    "grad_in_graph": lambda: (grad_in_graph, [(leaf(3),), (leaf(5),)]),
     "optimizer": lambda: (optimizer_step(), rows(3, 3)),
 }
-
-
-def no_grad_inside(x):
-    with torch.no_grad():
-        y = x * 2
-    return y + x.sin()
-
-
-def grad_in_graph(x):
-    return x.detach().clone().requires_grad_().sin() + x
 
 
 def optimizer_step():
@@ -663,15 +405,6 @@ def flex(q):
     return flex_attention(q, q, q, score_mod=score)
 
 
-def flex_mask(q):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    mask = create_block_mask(
-        lambda b, h, i, j: i >= j, None, None, q.size(2), q.size(2), device="cpu"
-    )
-    return flex_attention(q, q, q, block_mask=mask)
-
-
 def conditional(x):
     return torch.cond(x.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (x,))
 
@@ -685,14 +418,9 @@ def nested_regions():
 
 TRANSFORMS = {
     "vmap": lambda: (lambda x: torch.vmap(lambda r: r.sin().sum())(x), rows(3, 5)),
-    "vmap_matrix": lambda: (lambda x: torch.vmap(torch.outer)(x, x), rows(3, 5)),
     "jacrev": lambda: (torch.func.jacrev(torch.sin), [(R(3),), (R(5),)]),
-    "jacfwd": lambda: (torch.func.jacfwd(torch.sin), [(R(3),), (R(5),)]),
-    "grad": lambda: (torch.func.grad(lambda x: x.sin().sum()), rows(3, 5)),
-    "jvp": lambda: (lambda x: torch.func.jvp(torch.sin, (x,), (x,)), rows(3, 5)),
     "hessian": lambda: (torch.func.hessian(lambda x: x.pow(3).sum()), [(R(3),), (R(4),)]),
     "flex": lambda: (flex, [(R(1, 2, n, 16),) for n in (32, 48)]),
-    "flex_mask": lambda: (flex_mask, [(R(1, 2, n, 16),) for n in (128, 256)]),
     "cond": lambda: (conditional, rows(3, 5)),
     "nested_regions": lambda: (nested_regions(), rows(3, 5)),
     "functional_call": lambda: (
@@ -716,21 +444,12 @@ def autocast(x, y):
 
 AUTOCAST = {
     "autocast": lambda: (autocast, pairs(3, 5)),
-    "autocast_model": lambda: (
-        torch.autocast("cpu", torch.bfloat16)(seeded(Block()).forward),
-        rows(3, 5),
-    ),
     "bfloat_model": lambda: (
         seeded(Block()).bfloat16(),
         [(R(n, 8).bfloat16(),) for n in (3, 5)],
     ),
-    "double_model": lambda: (seeded(Block()).double(), [(R(n, 8).double(),) for n in (3, 5)]),
     "parametrized": lambda: (
         nn.utils.parametrizations.weight_norm(seeded(nn.Linear(8, 8))),
-        rows(3, 5),
-    ),
-    "quantized_weight": lambda: (
-        lambda x: x @ (torch.arange(64, dtype=torch.int8).view(8, 8).float() * 0.1),
         rows(3, 5),
     ),
 }

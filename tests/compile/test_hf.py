@@ -48,12 +48,12 @@ SAMPLE = (
     "lfm2",  # a convolution
     "megatron-bert",  # attention that does not use AttentionInterface, without a mask
     "deepseek_v3",  # values of another width than keys
-    "modernbert",  # a window on both sides
     "doge",  # attention with a mask of its own
     *(
         pytest.param(family, marks=pytest.mark.heavy)
         for family in (
             "mamba2",  # no attention
+            "modernbert",  # a window on both sides
             "convbert",  # a convolution inside of attention that does not use the interface
             "biogpt",  # makes a padding mask of ones
             "llama4_text",  # chunks of 8 tokens in one layer

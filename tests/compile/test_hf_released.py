@@ -99,7 +99,7 @@ def longrope(**settings):
 
 def test_longrope_has_the_factors_of_what_is_served():
     own = longrope()
-    assert_equal_alone(own, (3, 20, 32), prepared_results, max_model_len=32)
+    assert_equal_alone(own, (3, 20, 32), max_model_len=32)
     model = assert_equal_alone(own, (33, 60))
     settled = copy.deepcopy(own)
     settle_rope(settled)
@@ -128,12 +128,18 @@ GEMMA4_SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", one_and_heavy("shared keys", *GEMMA4_SHAPES))
-def test_layers_have_values_of_their_own(shape):
+@pytest.mark.parametrize(
+    ("shape", "run"),
+    [
+        ("shared keys", results),
+        *(pytest.param(s, prepared_results, marks=pytest.mark.heavy) for s in GEMMA4_SHAPES),
+    ],
+)
+def test_layers_have_values_of_their_own(shape, run):
     """The configuration raises where a value of a layer is read as that of the model."""
     config = transformers.Gemma4TextConfig(**GEMMA4, **GEMMA4_SHAPES[shape])
     own = drawn(transformers.Gemma4TextModel(config))
-    model = assert_equal_alone(own, run=prepared_results)
+    model = assert_equal_alone(own, run=run)
     assert {key_dim for _, key_dim, _ in model.kv_shapes.values()} == {8, 16}
     for small in small_configs(own):
         layers = [(each.head_dim, each.num_key_value_heads) for each in small.per_layer_config]
@@ -173,7 +179,8 @@ def test_attention_on_both_sides_with_a_window():
     assert not assert_equal_alone(drawn(transformers.Gemma3TextModel(config))).layers
 
 
-@pytest.mark.parametrize("run", [results, pytest.param(prepared_results, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("run", [results, prepared_results])
 def test_layers_whose_sparsity_dynamo_cannot_trace_are_mixers(run, monkeypatch):
     """Gemma 3n as released: 10 of 35 layers ask a distribution for a threshold, which reads its
     arguments on the host, until Dynamo turns that off in its process."""

@@ -266,7 +266,7 @@ print(trace_key(model, config, torch.device("cpu")).digest)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.heavy  # tests/goldens has starts from what processes of other seeds stored
 def test_two_hash_seeds_give_one_key(checkout, tmp_path):
     program = HASHED.format(folder=str(tmp_path / "checkout"))
 

@@ -1,17 +1,45 @@
 """Multi-dimensional buckets. From vLLM's Gaudi plugin (HPU bucketing managers)."""
 
+import functools
+
 import pytest
 
 from piecegraph.dispatch import BucketLimits, Phase, find_holes, plan_buckets
 from piecegraph.tools.cli.app import main
 
+from .conftest import report_of
+
 LIMITS = BucketLimits(block_size=16, max_num_tokens=64, max_model_len=128, max_num_reqs=4)
 
 
-@pytest.mark.parametrize("strategy", ["exponential", "linear", "padding-aware"])
-def test_a_strategy_serves_the_reference_engine(run, strategy):
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The report of a run with buckets of a strategy."""
+
+    @functools.cache
+    def served(strategy):
+        options = ["--buckets", strategy, "--max-num-tokens", "64"]
+        return report_of(tmp_path_factory.mktemp(strategy), *options)
+
+    return served
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "linear",
+        *(pytest.param(s, marks=pytest.mark.heavy) for s in ("exponential", "padding-aware")),
+    ],
+)
+def test_a_strategy_serves_the_reference_engine(served, strategy):
     """Gaudi: `VLLM_EXPONENTIAL_BUCKETING`, linear ramp-up, padding limits."""
-    assert run("--buckets", strategy, "--max-num-tokens", "64")["buckets"] is not None
+    assert served(strategy)["buckets"] is not None
+
+
+def test_prompts_and_decodes_share_the_memory_for_graphs(served):
+    """Gaudi: `VLLM_GRAPH_PROMPT_RATIO`, and an order for each phase."""
+    phases = served("linear")["capture_phases"]
+    assert {row["phase"] for row in phases} == {"prompt", "decode"}
 
 
 def test_a_file_names_the_buckets(run, tmp_path):

@@ -82,8 +82,3 @@ def test_graphs_are_released_and_captured_again(prepare):
     assert mode_of(prepared, 3, True) == "NONE 3"
     prepared.capture(None)
     assert mode_of(prepared, 3, True) == "FULL 4"
-
-
-def test_the_reference_engine_uses_both_modes(report):
-    """vLLM: `FULL_AND_PIECEWISE` is the default."""
-    assert {row["mode"] for row in report["dispatch"]} >= {"FULL"}

@@ -16,8 +16,17 @@ CONFIG = {
     "compiler": "eager",
     "graph_mode": "NONE",
 }
+SMALLEST = SMALL.replace("layers=2", "layers=1")
 FEW = ["--requests", "3", "--length-scale", "0.04", "--backend", "eager", "--no-cache"]
-FEW += ["--model", SMALL]
+FEW += ["--model", SMALLEST]
+
+
+@pytest.fixture(scope="module")
+def bug(tmp_path_factory):
+    """The report of a run."""
+    folder = tmp_path_factory.mktemp("run") / "bug"
+    assert main(["run", *FEW, "--bug-report", str(folder)]) == 0
+    return folder
 
 
 def test_a_miss_is_explained(tmp_path):
@@ -28,18 +37,15 @@ def test_a_miss_is_explained(tmp_path):
     assert "absent" in str(forecast)
 
 
-def test_a_bug_report_has_steps_graphs_and_trace(tmp_path):
+def test_a_bug_report_has_steps_graphs_and_trace(bug):
     """vLLM: `debug_dump_path`; torch: structured traces for tlparse."""
-    folder = tmp_path / "bug"
-    assert main(["run", *FEW, "--bug-report", str(folder)]) == 0
-    assert {each.name for each in folder.iterdir()} >= {"graphs", "log.txt", "steps.pt"}
+    assert {each.name for each in bug.iterdir()} >= {"graphs", "log.txt", "steps.pt"}
 
 
-def test_a_right_run_bisects_to_nothing(tmp_path, capsys):
+def test_a_right_run_bisects_to_nothing(bug):
     """Bisection over stages: each mode and strategy against the model."""
-    steps = tmp_path / "steps.pt"
-    assert main(["run", *FEW, "--record", str(steps)]) == 0
-    assert main(["bisect", "--model", SMALL, "--replay", str(steps), "--backend", "eager"]) == 0
+    steps = ["--replay", str(bug / "steps.pt")]
+    assert main(["bisect", "--model", SMALLEST, *steps, "--backend", "eager"]) == 0
 
 
 def test_what_a_step_checks_is_a_list(prepare):

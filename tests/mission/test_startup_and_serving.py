@@ -26,3 +26,8 @@ def test_graphs_are_proved_while_serving(run):
     shadow = run("--shadow", "1")["shadow"]
     assert shadow["wrong"] == []
     assert any(row["proved"] for row in shadow["graphs"])
+
+
+def test_the_reference_engine_uses_both_modes(report):
+    """vLLM: `FULL_AND_PIECEWISE` is the default."""
+    assert {row["mode"] for row in report["dispatch"]} >= {"FULL"}

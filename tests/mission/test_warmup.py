@@ -2,33 +2,43 @@
 
 import pytest
 
+from .conftest import report_of
 
-def test_the_sampler_and_the_defragmenter_are_warmed_up(run):
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """The report of a run that warms up all there is, with temperatures that differ."""
+    options = ["--requests", "24", "--defragment", "1", "--temperature", "0,0.8"]
+    return report_of(tmp_path_factory.mktemp("warm"), *options)
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory):
+    """The report of a run that skips a part of the warm-up, and samples among few."""
+    options = ["--defragment", "4", "--skip-warmup", "sampler,defragmenter"]
+    options += ["--temperature", "0.7", "--top-k", "5", "--top-p", "0.9"]
+    return report_of(tmp_path_factory.mktemp("skipping"), *options)
+
+
+def test_the_sampler_and_the_defragmenter_are_warmed_up(warm):
     """Gaudi: `warmup_sampler`, `warmup_defragmenter`."""
-    kinds = {row["kind"] for row in run("--defragment", "4")["warmup"]}
+    kinds = {row["kind"] for row in warm["warmup"]}
     assert kinds >= {"range", "capture", "sampler", "defragmenter"}
 
 
-def test_what_is_skipped_is_said_with_its_cost(run):
+def test_what_is_skipped_is_said_with_its_cost(skipping):
     """Gaudi: `VLLM_SKIP_WARMUP`."""
-    rows = run("--defragment", "4", "--skip-warmup", "sampler,defragmenter")["skipped_warmup"]
+    rows = skipping["skipped_warmup"]
     assert {row["kind"] for row in rows} == {"sampler", "defragmenter"}
     assert all(row["cost"] for row in rows)
 
 
-def test_prompts_and_decodes_share_the_memory_for_graphs(run):
-    """Gaudi: `VLLM_GRAPH_PROMPT_RATIO`, and an order for each phase."""
-    phases = run("--buckets", "linear", "--max-num-tokens", "64")["capture_phases"]
-    assert {row["phase"] for row in phases} == {"prompt", "decode"}
-
-
-@pytest.mark.parametrize("option", [["--temperature", "0,0.8"], ["--top-k", "5", "--top-p", "0.9"]])
-def test_requests_sample_each_with_its_settings(run, option):
+def test_requests_sample_each_with_its_settings(warm, skipping):
     """vLLM: the sampler of a mixed batch."""
-    temperature = [] if "--temperature" in option else ["--temperature", "0.7"]
-    assert run(*option, *temperature)["serving"]["generated_tokens"] > 0
+    for report in (warm, skipping):
+        assert report["serving"]["generated_tokens"] > 0
 
 
-def test_blocks_are_moved_down_between_steps(run):
+def test_blocks_are_moved_down_between_steps(warm):
     """Gaudi: the defragmenter."""
-    assert run("--requests", "24", "--defragment", "1")["defragmentation"] is not None
+    assert warm["defragmentation"] is not None

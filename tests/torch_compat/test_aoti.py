@@ -24,11 +24,14 @@ def applied_to_itself(op):
 
 
 @pytest.mark.compile
-def test_libraries_are_compiled_and_loaded(tmp_path):
+@pytest.mark.parametrize(
+    "ops", [[torch.add], pytest.param([torch.add, torch.mul], marks=pytest.mark.heavy)]
+)
+def test_libraries_are_compiled_and_loaded(tmp_path, ops):
     before = settings.changed_settings()
     made = {}
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
-        for op in (torch.add, torch.mul):
+        for op in ops:
             module, fake = applied_to_itself(op)
             made[op] = aoti.aoti_compile(module, [fake], [{0: ("s0", 1, 64)}], {})
         runs = {op: aoti.aoti_load(str(m.library), CPU) for op, m in made.items()}

@@ -164,6 +164,6 @@ def test_current_shape_env_is_that_of_the_sizes_a_backend_gets():
 
 
 def test_what_tracing_needs_is_imported():
-    """Before it is used, in a process of its own: tests/torch_compat/test_inductor.py."""
+    """Before it is used, in a process of its own: tests/torch_compat/test_first_imports.py."""
     dynamo.import_dynamo()
     assert "torch._dynamo.functional_export" in sys.modules

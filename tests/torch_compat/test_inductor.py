@@ -1,7 +1,6 @@
 """Standalone artifacts: compile, store, load; options and passes."""
 
 import os
-import subprocess
 import sys
 import threading
 
@@ -73,6 +72,15 @@ def doubled():
     return torch.fx.GraphModule({}, graph), [tensors.fresh_fake_mode().from_tensor(torch.zeros(4))]
 
 
+def squared():
+    """A product alone, for which Inductor compiles no C++."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.mm, (x, x)),))
+    fake = tensors.fresh_fake_mode().from_tensor(torch.zeros(4, 4))
+    return torch.fx.GraphModule({}, graph), [fake]
+
+
 @pytest.mark.compile
 def test_artifact_survives_storing_and_loading(tmp_path):
     x = torch.randn(4)
@@ -89,7 +97,7 @@ def test_artifact_survives_storing_and_loading(tmp_path):
 
 @pytest.mark.compile
 def test_artifact_cannot_be_stored_with_caches_off():
-    artifact, _ = inductor.inductor_compile(*doubled(), {"force_disable_caches": True})
+    artifact, _ = inductor.inductor_compile(*squared(), {"force_disable_caches": True})
     assert inductor.inductor_serialize(artifact) is None
 
 
@@ -100,10 +108,10 @@ def test_code_in_a_folder_is_loaded_from_there(tmp_path):
         inductor.inductor_cache_directory(str(tmp_path / "scratch")),
         inductor.inductor_options(TOOLCHAIN),
     ):
-        inductor.inductor_compile_to(*doubled(), {}, folder)
-    x = torch.randn(4)
+        inductor.inductor_compile_to(*squared(), {}, folder)
+    x = torch.randn(4, 4)
     (result,) = inductor.inductor_load_from(folder)([x])
-    assert torch.equal(result, 2 * x)
+    torch.testing.assert_close(result, x @ x)
 
 
 def test_pass_has_the_form_that_inductor_takes():
@@ -129,17 +137,10 @@ def test_options_hold_only_inside():
     assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before
 
 
-@pytest.mark.slow
-def test_what_tracing_and_compiling_need_can_be_imported_before():
-    program = (
-        "import sys; from piecegraph.torch_compat.compiling import inductor\n"
-        "from piecegraph.torch_compat.tracing import dynamo\n"
-        "def imported(name, function):\n"
-        "    assert name not in sys.modules; function(); assert name in sys.modules\n"
-        "imported('torch._dynamo.convert_frame', dynamo.import_dynamo)\n"
-        "imported('torch._inductor.graph', inductor.import_inductor)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_what_compiling_needs_is_imported():
+    """Before it is used, in a process of its own: tests/torch_compat/test_first_imports.py."""
+    inductor.import_inductor()
+    assert "torch._inductor.graph" in sys.modules
 
 
 def test_triton_is_told_a_folder_which_torchs_pool_keeps_otherwise(tmp_path, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -167,21 +165,6 @@ def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context():
     assert inner == {"a": one, "b": two}
     assert context is None
     assert tensors.subclass_parts(one) == ({}, None)
-
-
-@pytest.mark.slow
-def test_handler_of_a_light_mode_imports_no_dynamo():
-    program = """
-import sys, torch
-from piecegraph.torch_compat.basics.tensors import LightDispatchMode
-class Mode(LightDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-with Mode():
-    torch.ones(2) + 1
-sys.exit("torch._dynamo" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 class Named:
