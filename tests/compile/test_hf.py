@@ -80,12 +80,15 @@ def step(function, *args, query_lens, layers=None):
         return function(*args)
 
 
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("family", SAMPLE)
-def test_family_equals_its_own_attention(compiled, own_model, family):
+def test_family_equals_its_own_attention(compiled, own_model, family, traced):
+    """Traced in each run: test_hf_released.py, with others of these families."""
     own = own_model(family)
-    model = PackedModel(copy.deepcopy(own))
-    settings = {"inputs": INPUTS, "max_num_tokens": 64}
-    made = compiled(model, splitting_ops=model.settings["splitting_ops"], **settings)
+    made = model = PackedModel(copy.deepcopy(own))
+    if traced:
+        settings = {"inputs": INPUTS, "max_num_tokens": 64}
+        made = compiled(model, splitting_ops=model.settings["splitting_ops"], **settings)
     for lengths in ((1,), (2,), (7,), (33,), (3, 1, 20)):
         ids, positions = torch.randint(64, (sum(lengths),)), packed_positions(lengths)
         actual = step(made, ids, positions, query_lens=lengths, layers=model.layers)

@@ -128,7 +128,13 @@ def asks_the_layout(m, x):
 
 
 @LIMITS
-@pytest.mark.parametrize("shapes", list(DynamicShapes))
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        pytest.param(each, marks=[pytest.mark.heavy] * (each is not DynamicShapes.UNBACKED))
+        for each in DynamicShapes
+    ],
+)
 def test_a_trace_may_need_unbacked_sizes(compiled, shapes):
     model = Body(asks_the_layout)
     made = compiled(model, inputs=X, tracing={**SPLIT, "dynamic_shapes": shapes})

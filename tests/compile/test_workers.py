@@ -236,26 +236,42 @@ class Ops(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def real():
-    """One worker, and a model whose first piece is of torch's ops; the second is not."""
+def split():
+    """Of a model whose first piece is of torch's ops; the second is not."""
     config, events = compile_config(Config(inputs=X, splitting_ops=MIX)), Events()
     request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
-    workers = Workers(1, partial(get_ready, "inductor", CPU, 3), command(), events.emit)
-    yield workers, split_model(trace_with_guards(request), events)[0]
-    workers.shutdown()
+    return split_model(trace_with_guards(request), events)[0]
 
 
-def reply_of(workers, split, index, **changes):
-    code = split.config.code
-    graph = split.unique[index].piece.module(split.trace.graph)
-    machine = machine_of(split, "inductor", CPU, machine_key(code, CPU))
-    task = replace(Task(index, dump_piece(graph, {}), machine, ()), **changes)
-    return workers.submit(compile_task, dump_plain(task)).result(120)
+@pytest.fixture(scope="module")
+def worker():
+    made = Workers(1, partial(get_ready, "inductor", CPU, 3), command(), Events().emit)
+    yield made
+    made.shutdown()
 
 
-def test_code_of_a_worker_equals_that_of_this_process(real):
-    workers, split = real
-    reply = reply_of(workers, split, 0)
+IN_A_WORKER = pytest.param("worker", marks=pytest.mark.heavy)
+
+
+@pytest.fixture(params=["this process", IN_A_WORKER])
+def reply_of(request, split):
+    """`reply_of(index, graph=…)`: what a worker replies, or this process in its place."""
+
+    def reply_of(index, **changes):
+        code = split.config.code
+        graph = split.unique[index].piece.module(split.trace.graph)
+        machine = machine_of(split, "inductor", CPU, machine_key(code, CPU))
+        task = replace(Task(index, dump_piece(graph, {}), machine, ()), **changes)
+        if request.param != "worker":
+            return compile_task(dump_plain(task))
+        worker = request.getfixturevalue("worker")
+        return worker.submit(compile_task, dump_plain(task)).result(120)
+
+    return reply_of
+
+
+def test_code_of_a_worker_equals_that_of_this_process(split, reply_of):
+    reply = reply_of(0)
     assert isinstance(reply, CompiledPiece)
     piece = split.unique[0].piece
     with (
@@ -307,26 +323,26 @@ class Failing(Executor):
         return future
 
 
-@pytest.mark.heavy
-def test_a_worker_refuses_what_only_the_program_has(real):
-    workers, split = real
-    refused = reply_of(workers, split, 1)
+@pytest.mark.parametrize("reply_of", [IN_A_WORKER], indirect=True)
+def test_a_worker_refuses_what_only_the_program_has(reply_of):
+    refused = reply_of(1)
     assert isinstance(refused, Refused)
     assert "turn" in refused.reason
-    key = machine_key(split.config.code, CPU).extended({"settings": "of another process"})
-    asks = replace(machine_of(split, "inductor", CPU, key))
-    refused = reply_of(workers, split, 0, machine=asks)
-    assert isinstance(refused, Refused)
-    assert "settings" in refused.reason
     with pytest.raises(NotData, match="test_workers.Ops is of the program"):
         dump_plain([Ops])
 
 
-@pytest.mark.heavy
-def test_a_worker_has_handlers_and_priority_of_its_own(real):
-    workers, split = real
-    reply_of(workers, split, 1)
-    (process,) = workers.processes
+def test_a_worker_refuses_what_settings_of_another_process_are_for(split, reply_of):
+    key = machine_key(split.config.code, CPU).extended({"settings": "of another process"})
+    refused = reply_of(0, machine=replace(machine_of(split, "inductor", CPU, key)))
+    assert isinstance(refused, Refused)
+    assert "settings" in refused.reason
+
+
+@pytest.mark.parametrize("reply_of", [IN_A_WORKER], indirect=True)
+def test_a_worker_has_handlers_and_priority_of_its_own(worker, reply_of):
+    reply_of(1)
+    (process,) = worker.processes
     status = Path(f"/proc/{process}/status").read_text()
     blocked, ignored, caught = (
         int(line.split()[1], 16)
@@ -339,12 +355,9 @@ def test_a_worker_has_handlers_and_priority_of_its_own(real):
     assert os.getpgid(process) == process
 
 
-@pytest.mark.heavy
-def test_an_error_of_the_compiler_is_final_and_has_its_traceback(real):
-    workers, split = real
+def test_an_error_of_the_compiler_is_final_and_has_its_traceback(split, reply_of):
     graph = split.unique[0].piece.module(split.trace.graph)
-    data = dump_piece(graph, {"no_such_option": 1})
-    failed = reply_of(workers, split, 0, graph=data)
+    failed = reply_of(0, graph=dump_piece(graph, {"no_such_option": 1}))
     assert isinstance(failed, Failed)
     assert "no_such_option" in failed.reason
     assert "Traceback" in failed.details
