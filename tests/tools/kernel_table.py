@@ -62,22 +62,27 @@ def machine_code(kernel, dtype, constants, folder):
     return len(found) - serial, serial, *used
 
 
-def variants():
-    """Each kernel, the type of its data, and its constants."""
-    for dtype, heads, kv_heads, dim in FORMS:
+def attention_variants(forms):
+    """The kernel of attention, the type of its data, and its constants."""
+    for dtype, heads, kv_heads, dim in forms:
         group, width = heads // kv_heads, triton.next_power_of_2(dim)
         sizes = {"BLOCK_SIZE": 16, "DIM": dim, "WIDTH": width, "GROUP": group}
         kind = getattr(torch, dtype)
         for rows in sorted({kernels.tile_rows(tokens, 1, group, kind) for tokens in (1, 4096)}):
             tiles = {"ROWS": rows, "TILE": rows // group, "PLACES": kernels.PLACES}
             yield kernels._attend, dtype, sizes | tiles
+
+
+def variants():
+    """The same of each kernel."""
+    yield from attention_variants(FORMS)
     yield kernels._join, "bfloat16", {"DIM": 128, "WIDTH": 128, "MOST": kernels.MOST_PARTS}
     yield kernels._write, "bfloat16", {"BLOCK_SIZE": 16, "DIM": 128, "WIDTH": 128}
 
 
-def table(folder):
-    """Lines by kernel and constants, and what each line states."""
-    for kernel, dtype, constants in variants():
+def table(folder, chosen):
+    """Lines of kernels with constants, and what each line states."""
+    for kernel, dtype, constants in chosen:
         pointer = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}[dtype]
         measured = machine_code(kernel, pointer, constants, folder)
         group, rows = (constants.get(name, "") for name in ("GROUP", "ROWS"))
@@ -89,5 +94,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as made:
-        for line, _, _ in table(Path(made)):
+        for line, _, _ in table(Path(made), variants()):
             print(line, flush=True)

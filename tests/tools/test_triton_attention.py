@@ -14,7 +14,7 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import library_config, require_kernels
 
 sys.path.append(str(Path(__file__).parent))
-from kernel_table import table
+from kernel_table import FORMS, attention_variants, table, variants
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -29,7 +29,7 @@ def interpreted(*arguments):
 
 
 @pytest.mark.slow
-def test_the_kernel_agrees_with_plain_code_on_random_batches():
+def test_the_kernel_agrees_with_plain_code_on_mixed_batches():
     """Its cases: prompts and decodes mixed, grouped heads, windows, padding, tokens without a slot,
     and the main job on graphs of mixed batches, also overlapped."""
     interpreted("-m", "not heavy")
@@ -42,11 +42,18 @@ def test_the_main_job_with_each_feature():
 
 
 @pytest.mark.slow
-def test_the_kernels_use_tensor_cores_and_do_not_spill(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(attention_variants(FORMS[::4]), id="attention"),
+        pytest.param(variants(), id="all", marks=pytest.mark.heavy),
+    ],
+)
+def test_the_kernels_use_tensor_cores_and_do_not_spill(tmp_path, monkeypatch, chosen):
     """Their machine code; as tables.md states it, if it has this version of Triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     stated = Path(__file__).parents[1].joinpath("cuda_stand_in/tables.md").read_text()
-    for line, (_, kernel, dtype, *_), (tensor_core, _, _, stack) in table(tmp_path):
+    for line, (_, kernel, dtype, *_), (tensor_core, _, _, stack) in table(tmp_path, chosen):
         assert stack == 0, line
         assert tensor_core > 0 or dtype == "float32" or kernel != "_attend", line
         assert line in stated or f"| {triton.__version__} |" not in stated, line
