@@ -1,6 +1,5 @@
 """Programs run: those of examples/, the samples of a page of docs/ as one, each of README.md."""
 
-import json
 import os
 import re
 import runpy
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.run_programs import forking
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -26,20 +27,8 @@ PAGES = sorted(page.name for page in (ROOT / "docs").glob("*.md") if samples(pag
 
 @pytest.fixture(scope="module")
 def run_forked():
-    """`run_forked(script, output, **variables)`: what a program writes, which must succeed."""
-    command = [sys.executable, Path(__file__).with_name("run_programs.py")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as forking:
-
-        def run(script, output, **variables):
-            request = [str(script), str(output), {**os.environ, **variables}]
-            print(json.dumps(request), file=forking.stdin, flush=True)
-            status = forking.stdout.readline()
-            assert status == "0\n", output.read_text()
-            return output.read_text()
-
+    with forking() as run:
         yield run
-        forking.stdin.close()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,13 +1,14 @@
 """The runner of torch's suites, on a suite in their form."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import run_peer_suite
+
+pytestmark = pytest.mark.compile
+
 SUITE = """
 import unittest
 import torch
@@ -43,14 +44,14 @@ class OtherTests(CpuTests):
 """
 
 
-@pytest.mark.compile
-@pytest.mark.slow
-def test_verdicts_and_fallbacks_by_cause(tmp_path):
-    suite = tmp_path / "suite.py"
+def test_verdicts_and_fallbacks_by_cause(tmp_path, monkeypatch, capsys):
+    suite = tmp_path / "suite_of_a_peer.py"
     suite.write_text(SUITE)
-    command = [sys.executable, "-m", "tests.run_peer_suite", suite, "--compiler", "eager"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    *tests, sums = map(json.loads, done.stdout.splitlines())
+    monkeypatch.setattr(sys, "argv", ["run_peer_suite", str(suite), "--compiler", "eager"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        run_peer_suite.main()
+    *tests, sums = map(json.loads, capsys.readouterr().out.splitlines())
     assert {each["test"].rpartition(".")[2]: each["verdict"] for each in tests} == {
         "test_equal": "equal",
         "test_gradients": "equal",
@@ -61,4 +62,4 @@ def test_verdicts_and_fallbacks_by_cause(tmp_path):
     causes = {"GradientsNeeded": 1}
     assert sums.pop("backend") == {"graphs": 2, "fallbacks": 1, "causes": causes}
     assert sums == {"equal": 2, "worse": 1, "fails in torch too": 1, "skipped": 1}
-    assert done.returncode == 1
+    assert ended.value.code == 1

@@ -40,14 +40,6 @@ POLLED = (Batch(1, 1),) * 16
 BOTH = "FULL_AND_PIECEWISE"
 
 
-def prepare_and_capture(ranks: Ranks, folder: Path) -> PreparedModel:
-    return served(graph_mode="PIECEWISE", ranks=ranks)
-
-
-def both_modes(ranks: Ranks, folder: Path) -> PreparedModel:
-    return served(graph_mode=BOTH, ranks=ranks)
-
-
 def delayed_captures(ranks: Ranks, folder: Path) -> PreparedModel:
     """Some between steps, the rest in idle time."""
     prepared = served(graph_mode=BOTH, strategy="delayed", ranks=ranks)
@@ -109,17 +101,11 @@ def not_compiled(ranks: Ranks, folder: Path) -> PreparedModel:
     return served(graph_mode=BOTH, compile=False, ranks=ranks)
 
 
-def start_from_a_bundle(ranks: Ranks, folder: Path) -> PreparedModel:
-    """A start that stores a bundle, and one that loads it."""
+def verification(ranks: Ranks, folder: Path) -> PreparedModel:
+    """A start stores a bundle, and one loads it: its trace is equal."""
     served(**cached(folder, graph_mode="PIECEWISE", ranks=ranks)).close()
     prepared = prepared_model(**cached(folder, graph_mode="PIECEWISE", ranks=ranks))
     prepared.capture()
-    return prepared
-
-
-def verification(ranks: Ranks, folder: Path) -> PreparedModel:
-    """The trace of a start from a bundle is equal to it."""
-    prepared = start_from_a_bundle(ranks, folder)
     wait_for_threads()
     serve(prepared, POLLED)
     return prepared
@@ -166,9 +152,8 @@ def switch_that_is_awaited(ranks: Ranks, folder: Path) -> PreparedModel:
 
 
 SCENES: tuple[Callable[[Ranks, Path], PreparedModel], ...] = (
-    prepare_and_capture, both_modes, delayed_captures, lazy_captures_and_evictions,
-    memory_limit_probes, warm_up, captures_again, capture_that_fails_on_one_rank, shadow,
-    not_compiled, start_from_a_bundle, verification, verification_that_refuses,
+    delayed_captures, lazy_captures_and_evictions, memory_limit_probes, warm_up, captures_again,
+    capture_that_fails_on_one_rank, shadow, not_compiled, verification, verification_that_refuses,
     verification_that_refuses_on_one_rank, switch_between_steps, switch_that_is_awaited,
 )  # fmt: skip
 

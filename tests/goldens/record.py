@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..compile.conditions.outcomes import one_of_each, outcomes
+from ..compile.conditions.outcomes import outcomes
 from ..compile.starts import use_text_compiler
 from . import decisions, exchanges, models, runs
 
@@ -56,12 +56,6 @@ def of_conditions() -> dict[str, str]:
     return {"conditions.txt": "\n".join(outcomes()) + "\n"}
 
 
-def of_sample() -> dict[str, str]:
-    """The lines of some of these cases. Is recorded with all."""
-    names = one_of_each((HERE / "conditions.txt").read_text().splitlines())
-    return {"sample": "\n".join(outcomes(names)) + "\n"}
-
-
 def of_runs() -> dict[str, str]:
     """Report and metrics of runs, and what ranks exchange. Ranks are forked, so they come first.
 
@@ -93,7 +87,7 @@ GOLDENS: dict[str, Callable[[], dict[str, str]]] = {
 
 def goldens(names: list[str]) -> dict[str, str]:
     """The text of each file of these names."""
-    makers = dict.fromkeys(of_sample if name == "sample" else GOLDENS[name] for name in names)
+    makers = dict.fromkeys(GOLDENS[name] for name in names)
     made = {name: text for maker in makers for name, text in maker().items()}
     return {name: made[name] for name in names}
 

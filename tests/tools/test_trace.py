@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_programs import forking
+
 SMALL = (
     "--model layers=2,hidden=16,heads=2,vocab=32 --requests 2 --capture-sizes 1,2 --json /dev/null"
 )
-
+MAIN_JOB = f"""
+from piecegraph.tools.cli.app import main
+raise SystemExit(main("run {SMALL} --backend eager --no-cache".split()))
+"""
 PROGRAM = """
 import torch
 import piecegraph as pg
@@ -62,31 +67,48 @@ COLD = {
 CACHED = {"piecegraph_cache_lookup", "piecegraph_cache_hit"}
 
 
-def rendered(command, folder):
-    """Run a command under TORCH_TRACE; the folder of the pages that tlparse makes of its trace."""
-    environment = {**os.environ, "TORCH_TRACE": str(folder / "trace")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (log,) = (folder / "trace").glob("*.log")
+def pages_of(trace, pages):
+    """The folder of the pages that tlparse makes of the one log there is."""
+    (log,) = trace.glob("*.log")
     tlparse = Path(sys.executable).with_name("tlparse")
-    parsed = [tlparse, log, "-o", folder / "pages", "--strict", "--no-browser"]
+    parsed = [tlparse, log, "-o", pages, "--strict", "--no-browser"]
     subprocess.run(parsed, check=True, capture_output=True)
-    return folder / "pages"
+    log.unlink()
+    return pages
 
 
-def traced_run(arguments, folder):
-    """Artifacts of the main job by name, as tlparse renders them."""
+def artifacts(pages):
+    """Those of the library by name, as tlparse renders them."""
     found = {}
-    command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
-    pages = rendered(command, folder).glob("*/piecegraph_*")
-    for page in sorted(pages, key=lambda page: int(page.stem.rpartition("_")[2])):
+    for page in sorted(
+        pages.glob("*/piecegraph_*"), key=lambda page: int(page.stem.rpartition("_")[2])
+    ):
         found.setdefault(page.stem.rpartition("_")[0], []).append(page.read_text())
     return found
 
 
+def traced_run(arguments, folder):
+    """Artifacts of the main job in a process of its own."""
+    command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
+    subprocess.run(command, env={**os.environ, "TORCH_TRACE": str(folder / "trace")}, check=True)
+    return artifacts(pages_of(folder / "trace", folder / "pages"))
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """The pages of the main job, and those of a program, by name."""
+    folder, pages = tmp_path_factory.mktemp("traced"), {}
+    with forking(TORCH_TRACE=str(folder / "trace")) as run:
+        for name, program in {"main job": MAIN_JOB, "program": PROGRAM}.items():
+            (folder / "program.py").write_text(program)
+            run(folder / "program.py", folder / f"output of {name}")
+            pages[name] = pages_of(folder / "trace", folder / name)
+    return pages
+
+
 @pytest.mark.compile
-def test_tlparse_finds_an_artifact_of_every_stage(tmp_path):
-    found = traced_run(f"{SMALL} --backend eager --no-cache", tmp_path)
+def test_tlparse_finds_an_artifact_of_every_stage(traced):
+    found = artifacts(traced["main job"])
     assert set(found) >= ALWAYS | COLD
     config = json.loads(found["piecegraph_config"][0])
     assert config["graph_mode"] == "FULL_AND_PIECEWISE"
@@ -134,9 +156,8 @@ def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
 
 
 @pytest.mark.compile
-def test_any_program_is_traced_and_each_piece_has_a_compile_id(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    pages = rendered([sys.executable, tmp_path / "program.py"], tmp_path)
+def test_any_program_is_traced_and_each_piece_has_a_compile_id(traced):
+    pages = traced["program"]
     timeline = json.loads((pages / "chromium_events.json").read_text())
     phases = {each["name"]: each for each in timeline if each["cat"] == "piecegraph"}
     assert {"trace of Model", "split of Model", "compile of Model", "capture of Model"} <= {*phases}

@@ -1,14 +1,16 @@
-"""Start all cases of one directory on one cache, and print of each: hit, right, reason.
+"""Start all cases of a directory on a cache, and print a line: of each hit, right, reason.
 
-python -m tests.compile.conditions.run_cases use|force|before|background SOURCES CACHE [NAME…]
+python -m tests.compile.conditions.run_cases CACHE [use|force|before|background SOURCES]…
 
-With `force` a miss compiles nothing, and there is no result that could be wrong. With `before` and
-`background` no condition refuses a bundle, but it is verified then; the result is that of the first
-step after the verification.
+Each of several directories in a fork of its own: torch is imported once. With `force` a miss
+compiles nothing, and there is no result that could be wrong. With `before` and `background` no
+condition refuses a bundle, but it is verified then; the result is that of the first step after the
+verification.
 """
 
 import importlib
 import json
+import os
 import sys
 import traceback
 import warnings
@@ -93,10 +95,16 @@ def main():
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     registry.entry_points = lambda group: [EntryPoint()]
-    bundle, folder, root, *names = sys.argv[1:]
-    chosen = names or sorted(path.name for path in Path(folder).iterdir())
-    places = Path(folder), Path(root)
-    print(json.dumps({name: run(name, bundle, places[0], places[1] / name) for name in chosen}))
+    root, *starts = sys.argv[1:]
+    for bundle, folder in zip(starts[::2], starts[1::2], strict=True):
+        child = os.fork()
+        if child == 0:
+            names = sorted(path.name for path in Path(folder).iterdir())
+            found = {name: run(name, bundle, Path(folder), Path(root) / name) for name in names}
+            print(json.dumps(found), flush=True)
+            os._exit(0)
+        if status := os.waitpid(child, 0)[1]:
+            sys.exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

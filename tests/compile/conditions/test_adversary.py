@@ -36,8 +36,8 @@ def test_nothing_is_stale_after_verification(tmp_path):
     cases = CASES.keys() - unread_sources().keys()
     write(cases, tmp_path)
     cold, *changed, control = (
-        starts(tmp_path, bundle, variant)
-        for bundle, variant in (
+        starts(tmp_path, each)[0]
+        for each in (
             ("use", "first"),
             ("before", "second"),
             ("background", "second"),
