@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import re
 import sys
@@ -52,9 +53,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -cost[item.path])
 
 
+def drop_handlers_of_traces() -> None:
+    """pytest keeps no trace of torch, which would be made of each compilation for it."""
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers[:] = [h for h in trace.handlers if "pytest" not in type(h).__module__]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    drop_handlers_of_traces()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `needs_torch` where torch is older, before any of their fixtures."""
+    drop_handlers_of_traces()
     for mark in item.iter_markers("needs_torch"):
         needed, reason = mark.args
         if version("torch") < needed:

@@ -95,11 +95,10 @@ def test_details_are_made_only_where_somebody_looks():
 def test_texts_are_made_for_a_trace_alone(monkeypatch):
     from torch._logging._internal import trace_log
 
-    monkeypatch.setattr(trace_log, "handlers", [])  # of pytest's log capture
     trace_artifact("graph", lambda: 1 / 0)
     records, handler = [], logging.Handler()
     handler.emit = records.append
-    trace_log.addHandler(handler)
+    monkeypatch.setattr(trace_log, "handlers", [handler])
     trace_artifact("graph", lambda: "text")
     assert records[0].metadata["artifact"]["name"] == "piecegraph_graph"
     assert "text" in str(records[0].payload)

@@ -29,6 +29,8 @@ from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import Decoder
 from piecegraph.tools.engine.scheduler import Request, Scheduler
 from piecegraph.tools.engine.serving_log import Clock
+from piecegraph.tools.serve import run
+from tests.compile.starts import use_text_compiler
 
 SIZES = (1, 2, 4, 8)
 
@@ -216,10 +218,33 @@ def make_requests():
 
 
 @pytest.fixture
+def text_compiler(monkeypatch):
+    """The reference engine has a compiler whose code is kept and takes no time."""
+    use_text_compiler(monkeypatch)
+    right = run.library_config
+
+    def use(**settings):
+        config = lambda *given: right(*given).changed(compiler="text", **settings)  # noqa: E731
+        monkeypatch.setattr(run, "library_config", config)
+
+    use()
+    return use
+
+
+@pytest.fixture(scope="session")
+def code_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("code")
+
+
+@pytest.fixture
+def traced_once(text_compiler, code_folder):
+    """Tests of one process share the code of equal models of the reference engine."""
+    text_compiler(cache=True, cache_dir=code_folder)
+
+
+@pytest.fixture
 def library(monkeypatch):
     """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
-    from piecegraph.tools.serve import run
-
     made = []
 
     def prepare(model, config, *, layers, events, ranks=None, factory=None):

@@ -82,6 +82,7 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     "options",
     [

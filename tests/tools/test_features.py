@@ -17,7 +17,7 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
 from piecegraph.tools.serve.run import serve, start_service
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("traced_once")]
 
 SMALL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 OPTIONS = ["--model", SMALL, "--backend", "eager", "--no-cache", "--verify", "all"]

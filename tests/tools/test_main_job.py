@@ -25,28 +25,26 @@ TRIED = {
 }
 """The others are those of tests/runtime/live/test_matrix.py, with an engine."""
 
+ONE_LAYER = "layers=1,hidden=32,heads=2,kv_heads=1,vocab=64"
 SMALL = ["--requests", "12", "--model", "layers=3,hidden=32,heads=2,kv_heads=1,vocab=64"]
 
 
-@pytest.fixture(scope="module")
-def cache_dir(tmp_path_factory):
-    """One cache for the module, so that only the first run of a kind traces."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def run(cache_dir, tmp_path):
+def run(tmp_path):
     """Run the main job in this process; returns its report."""
 
-    def run(*options, backend="eager"):
+    def run(*options):
         path = tmp_path / "report.json"
-        arguments = ["run", *SMALL, "--cache-dir", str(cache_dir), "--backend", backend]
-        assert main([*arguments, "--json", str(path), *options]) == 0
+        assert main(["run", *SMALL, "--json", str(path), *options]) == 0
         return json.loads(path.read_text())
 
     return run
 
 
+once = pytest.mark.usefixtures("traced_once")
+
+
+@once
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [
@@ -69,6 +67,7 @@ def test_every_mode_and_strategy_serves_and_verifies(run, mode, strategy):
     assert sum(entry["count"] for entry in report["dispatch"]) == report["serving"]["steps"]
 
 
+@once
 def test_three_unique_pieces_whatever_the_depth_and_no_measured_memory(run):
     report = run()
     expected = {"total": 4, "unique": 3, "segments": 7}
@@ -77,6 +76,7 @@ def test_three_unique_pieces_whatever_the_depth_and_no_measured_memory(run):
     assert all(step["free_bytes"] is None for step in report["warmup"])  # of a CPU
 
 
+@once
 def test_each_batch_runs_in_its_own_mode(run):
     """Pure decode FULL, mixed batches within the sizes PIECEWISE, larger ones NONE."""
     report = run("--mode", "full-and-piecewise", "--requests", "64", "--max-num-reqs", "8")
@@ -89,11 +89,13 @@ def test_each_batch_runs_in_its_own_mode(run):
     assert max(by_mode["PIECEWISE"]) <= largest < min(by_mode["NONE"])
 
 
+@once
 @pytest.mark.parametrize("level", [*(pytest.param(n, marks=HEAVY) for n in (0, 1, 2)), 3])
 def test_every_level_serves(run, level):
     assert run("--level", str(level))["verification"]["ok"]
 
 
+@once
 @pytest.mark.parametrize(
     "strategy", ["LAZY", *(pytest.param(name, marks=HEAVY) for name in ("EAGER", "DELAYED"))]
 )
@@ -104,18 +106,21 @@ def test_preemption_and_chunks_verify(run, strategy):
     assert report["serving"]["preemptions"] > 0
 
 
-def test_no_cache_leaves_nothing_behind(run):
-    report = run("--no-cache")
-    assert report["cache"]["entries"] == 0
-    assert report["counters"]["dynamo_traces"] == 1
+def test_the_second_start_neither_traces_nor_compiles(run, tmp_path, text_compiler):
+    """And without a cache nothing is left behind."""
+    there = ["--model", ONE_LAYER, "--verify", "all", "--cache-dir", str(tmp_path / "cache")]
+    assert run(*there, "--no-cache")["cache"]["entries"] == 0
+    cold, warm = run(*there), run(*there)
+    assert [each["cache"]["hit"] for each in (cold, warm)] == [False, True]
+    assert [each["counters"]["dynamo_traces"] for each in (cold, warm)] == [1, 0]
+    assert warm["verification"]["ok"]
 
 
-@pytest.mark.slow
-def test_the_second_start_neither_traces_nor_compiles(run, tmp_path):
-    """With Inductor. The second start is a process of its own, as a user starts it."""
-    options = ["--model", "layers=1,hidden=32,heads=2,kv_heads=1,vocab=64", "--verify", "all"]
-    options += ["--cache-dir", str(tmp_path / "cache")]
-    cold = run(*options, backend="inductor")
+@pytest.mark.heavy
+def test_the_second_process_neither_traces_nor_compiles(run, tmp_path):
+    """With Inductor, as a user starts it."""
+    options = ["--model", ONE_LAYER, "--verify", "all", "--cache-dir", str(tmp_path / "cache")]
+    cold = run(*options)
     assert not cold["cache"]["hit"]
     assert cold["counters"]["inductor_compiles"] == cold["pieces"]["unique"] == 2
     path = tmp_path / "warm.json"
@@ -146,7 +151,7 @@ def test_what_the_library_refuses_is_one_line_and_exit_status_2(capsys, option, 
 
 def test_a_cold_start_serves_while_a_child_compiles(run, tmp_path):
     empty = str(tmp_path / "empty")
-    report = run("--bundle", "serve", "--cache-dir", empty, "--verify", "all", backend="inductor")
+    report = run("--bundle", "serve", "--cache-dir", empty, "--verify", "all")
     assert report["verification"]["ok"]
     assert report["verification"]["steps"] == report["serving"]["steps"] > 5
     assert report["background"]["state"] in ("compiling", "compiled")

@@ -15,7 +15,7 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
 from piecegraph.torch_compat.basics.tensors import last_modes
 
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("traced_once")]
 
 SMALL = "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 MODES = ["none", "piecewise", "full-decode-only", "full-and-piecewise"]

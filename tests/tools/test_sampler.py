@@ -147,6 +147,7 @@ MODES = ("none", "piecewise", "full-decode-only", "full-and-piecewise")
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     "options",
     [

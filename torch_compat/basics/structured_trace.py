@@ -46,7 +46,8 @@ class _Listener(logging.Handler):
 def listening(hear: Callable[[Mapping[str, Any], Any], None]) -> Iterator[None]:
     """Call `hear(metadata, record)` for each record of the trace. Imports nothing of torch."""
     logger, listener = logging.getLogger(TRACE_LOGGER), _Listener(hear)
-    logger.addHandler(listener)
+    # first: at the first record torch's handler may take itself off, and the one after it is missed
+    logger.handlers.insert(0, listener)
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.runtime.parts.proof import row_mixing, row_trials
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 from piecegraph.runtime.parts.proof.row_trials import Trials
+from tests.compile.starts import use_text_compiler
 
 from .conftest import HIDDEN, MixesRows, Model
 
@@ -87,13 +88,33 @@ def test_what_could_not_run_is_tried_again(start, looked, monkeypatch):
     assert looked
 
 
-def test_compile_ahead_builds_what_the_next_start_loads(tmp_path, looked):
-    """Code of one size has a library, too, and what padding reaches is known."""
-    config = Config(
+@pytest.fixture
+def config(tmp_path):
+    return Config(
         inputs={"input": "float32[num_tokens, 4]"}, codegen={"sizes": (4,)}, max_num_tokens=16,
         max_num_reqs=16, capture_sizes=(2, 4), attention={"support": "ALWAYS"},
         graph_mode="FULL", cache_dir=tmp_path,
     )  # fmt: skip
+
+
+def test_compile_ahead_knows_what_padding_reaches(config, looked, monkeypatch):
+    use_text_compiler(monkeypatch)
+    model, config = torch.nn.Softsign(), config.changed(compiler="text")
+
+    def build(model, config, *_):
+        prepare(model, config.changed(graph_mode="NONE")).close()
+        return True
+
+    monkeypatch.setattr(compile_ahead_module, "build_libraries", build)
+    assert compile_ahead(model, config)
+    assert looked == [[2, 4]]
+    prepare(model, config).close()
+    assert looked == [[2, 4]]
+
+
+@pytest.mark.heavy
+def test_compile_ahead_builds_what_the_next_start_loads(config, looked):
+    """Code of one size has a library, too, and what padding reaches is known."""
     model, events = torch.nn.Softsign(), Events()
     assert compile_ahead(model, config, events=events)
     built = [span for span in events.spans if span.name == "compile.library"]
