@@ -258,7 +258,7 @@ class CoreModel:
         codes = [self._code_of(form) for form in compiled.forms()]
         self.dummies = DummyBatches(
             dispatcher.plan, codes, self.steps.context, self.parts.around_dummy_batch,
-            records.events.emit,
+            records.events.emit, environment.exchange,
         )  # fmt: skip
         self.graphs = GraphSet(config, backend, self.dummies, dispatcher, self.parts)
         self.captures = Captures(

@@ -64,7 +64,7 @@ def record_on_all_ranks(
     except Exception as error:
         reason = str(error)
         if not isinstance(error, tried_again):
-            session.agreement.outcome(0.0, 0, reason)
+            session.agreement.raised(reason)
             raise
         if isinstance(error, CaptureOutOfMemory):
             session.recover()

@@ -34,11 +34,13 @@ from ...torch_compat.basics.devices import devices_in_use
 from ...torch_compat.basics.tensors import storage_id
 from ..backends.ownership import memory_of
 from ..core.code import ModelCode
+from ..core.exchange import CaptureAgreement, Exchange
 from ..core.preserved import preserve
 from ..core.static_inputs import BoundInputs
 from ..forward_context import ForwardContext, forward_context
 from ..tensors_by_path import tensors_by_path
 from .first_use import STAYS, run_twice
+from .session import agreeing
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -113,6 +115,7 @@ class DummyBatches:
         context: ForwardContext,
         around: Callable[[], AbstractContextManager[Any]],
         emit: Callable[..., None],
+        exchange: Exchange,
     ) -> None:
         """`codes` are those of the call forms. `around` gives what is entered while a batch runs.
         `emit` emits an event."""
@@ -122,15 +125,23 @@ class DummyBatches:
         self._codes = codes
         self._around = around
         self._emit = emit
+        self._exchange = exchange
         self._checked = set[tuple[ModelCode, RuntimeMode, bool]]()
         """Code and modes, and whether of decode batches: all sizes run the same code."""
         self._refused: DummyStepFailed | None = None
 
     @contextmanager
     def batch(
-        self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
+        self,
+        descriptor: BatchDescriptor,
+        mode: RuntimeMode,
+        sizes: Mapping[str, int],
+        agreement: CaptureAgreement,
     ) -> Iterator[tuple[Tensor, ...]]:
-        """The static inputs of `sizes`, with a batch of padding in the forward context."""
+        """The static inputs of `sizes`, with a batch of padding in the forward context.
+
+        What only the first batch of a kind does is done once it was done on all ranks.
+        """
         code = self.code_of(descriptor)
         kind = code, mode, descriptor.for_decode
         state, is_first = model_state(code.compiled), kind not in self._checked
@@ -142,8 +153,11 @@ class DummyBatches:
             in_context = batch.in_context(self.context, self.metadata_for)
             with self._around(), in_context as views:
                 if is_first:
-                    self._run_twice(code, views, state)
+                    with agreeing(agreement):
+                        self._run_twice(code, views, state)
                 yield views
+            if is_first:
+                agreement.before("the end of its first batch")
         except OtherRowsWritten as error:
             self._refused = error
             raise
@@ -172,8 +186,15 @@ class DummyBatches:
         for form, code in enumerate(self._codes):
             all_sizes = {**code.inputs.limits, **sizes}
             descriptor = BatchDescriptor(all_sizes[TOKENS], axes=((FORM, form),))
-            with self.batch(descriptor, RuntimeMode.NONE, all_sizes) as views:
-                code.call(*views)
+            agreement = CaptureAgreement(self._exchange, f"warm-up of {all_sizes}")
+            try:
+                batch = self.batch(descriptor, RuntimeMode.NONE, all_sizes, agreement)
+                with batch as views, agreeing(agreement):
+                    code.call(*views)
+            except Exception as error:
+                agreement.raised(str(error))
+                raise
+            agreement.outcome(0.0, 0, "")
 
     def code_of(self, descriptor: BatchDescriptor) -> ModelCode:
         """The code of a descriptor's call form."""

@@ -70,7 +70,7 @@ class GraphSet:
         if code not in self._recordable or self._recordable[code][0] is not compiled:
             self._recordable[code] = compiled, recordable(compiled, self._splitting_ops)
         try:
-            batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
+            batch = self._dummies.batch(entry.descriptor, entry.mode, sizes, session.agreement)
             with batch as views, self._parts.around_recording(entry):
                 modules = compiled.model.named_modules() if not compiled.traced else ()
                 recording = record(

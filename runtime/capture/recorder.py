@@ -11,9 +11,9 @@
 A capture executes nothing: no graph is replayed and no splitting op runs before the first step. An
 engine may register memory with other devices after all captures, and a rank whose capture fails
 leaves no other rank in a collective. Only a backend that emulates captures runs what the next graph
-depends on, because its captures compute true values. There ranks agree before each splitting op,
-and before each collective inside a graph, that none has failed. Ranks also agree before the warm-up
-run, which is a run like any step.
+depends on, because its captures compute true values. There, and in the runs before a capture, ranks
+agree before each splitting op and before each collective that none has failed: see `agreeing`. What
+only the first capture of a kind runs is done once it was done on all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .op_log import line_of_difference, ops_of
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
-from .session import CaptureSession, capture_failure
+from .session import CaptureSession, agreeing, capture_failure
 
 Fn = Callable[..., Any]
 
@@ -71,10 +71,11 @@ def record(
     metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
         session.agreement.before("the run before it")
-        with regions_noted(recorder.note_region):
-            fn(*inputs)
-        metadata.restore()  # a step has its own: what is derived from it is in the graph
-        recorder.choose_noting(fn, inputs, metadata.restore)
+        with agreeing(session.agreement):
+            with regions_noted(recorder.note_region):
+                fn(*inputs)
+            metadata.restore()  # a step has its own: what is derived from it is in the graph
+            recorder.choose_noting(fn, inputs, metadata.restore)
     except BaseException:
         ACTIVE.reset(token)
         raise
@@ -225,6 +226,7 @@ class Recorder:
             notes.kept.whole = True
             self._context = CaptureContext(context, notes)
         self._context = CaptureContext(context, notes)  # of the capture
+        self._session.agreement.before("the choice of how to note")
         notes.kept.compared.add(self.breaks)
 
     def note_region(self) -> None:
@@ -276,6 +278,8 @@ class Recorder:
         """
         if self.in_op:  # called by another splitting op, which is kept as a whole
             return fn(*args, **kwargs)
+        if self._open is None or self._session.backend.runs_python:
+            self._session.agreement.before(name)
         if self._open is None:
             result = self._run(partial(fn, *args, **kwargs))
             self._forms.append((name, ResultForm.of(result, (args, kwargs))))
@@ -286,7 +290,6 @@ class Recorder:
             name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
         )
         if self._session.backend.runs_python:
-            self._session.agreement.before(name)
             self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -14,12 +14,35 @@ from torch import Tensor
 from ...compile.ir.locations import error_line
 from ...errors import CaptureFailed, CaptureOutOfMemory, NoCaptureSession
 from ...events import Events
-from ..backends.ownership import Ownership
+from ...torch_compat.basics.ops import call_kernel, is_collective
+from ..backends.ownership import EachOp, Ownership
 from ..backends.protocol import Capture, GraphBackend
 from ..core.exchange import CaptureAgreement
 
 # A lock, not state: gc is paused process-wide, and torch allows one capture per process at a time.
 _ONE_AT_A_TIME = threading.RLock()
+
+
+class _Meetings(EachOp):
+    """Ranks agree before each collective of a run."""
+
+    def __init__(self, agreement: CaptureAgreement) -> None:
+        super().__init__(self._agree, call_kernel)
+        self._agreement = agreement
+
+    def _agree(self, op: Any, args: Any, kwargs: Any) -> None:
+        if is_collective(op):
+            self._agreement.before(str(op))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions that the model compiles run compiled, and are not compiled once more."""
+        return True
+
+
+def agreeing(agreement: CaptureAgreement) -> AbstractContextManager[Any]:
+    """Around runs of model code that are no steps, and that meet other ranks as a step does."""
+    return nullcontext() if agreement.alone else _Meetings(agreement)
 
 
 class CaptureSession:

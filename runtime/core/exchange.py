@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...errors import RanksDisagree
+
 Facts = Mapping[str, Any]
 
 Outcome = tuple[float, int, str]
@@ -36,29 +38,57 @@ class CaptureAgreement:
     """
 
     def __init__(self, exchange: Exchange = single_rank, topic: str = "") -> None:
+        self.alone = exchange is single_rank
+        """Whether there is no other rank."""
         self._exchange = exchange
         self._topic = topic
         self._failed: Outcome | None = None
+        self._ended: RanksDisagree | None = None
+        """Of a rank whose failure ends the capture of all."""
 
     def before(self, what: str) -> None:
         """Before `what` runs on all ranks. Raises OtherRankFailed."""
-        if self._exchange is single_rank:
+        if self.alone:
             return
-        outcome = self._agreed(what, 0.0, 0, "")
-        if outcome[2]:
-            self._failed = outcome
-            raise OtherRankFailed(outcome[2])
+        if self._failed is None:
+            outcome = self._agreed(what, 0.0, 0, "")
+            self._failed = outcome if outcome[2] else None
+        if self._failed is not None:  # also where the model has swallowed the error
+            raise OtherRankFailed(self._failed[2])
 
     def outcome(self, ms: float, num_bytes: int, reason: str) -> Outcome:
-        """The outcome on all ranks: the longest time, the most bytes, any failure."""
-        if self._exchange is single_rank:
-            return ms, num_bytes, reason
-        return self._failed or self._agreed("its end", ms, num_bytes, reason)
+        """The outcome on all ranks: the longest time, the most bytes, any failure.
 
-    def _agreed(self, at: str, ms: float, num_bytes: int, reason: str) -> Outcome:
+        Raises RanksDisagree where another rank has `raised`.
+        """
+        if self.alone:
+            return ms, num_bytes, reason
+        outcome = self._failed or self._agreed("its end", ms, num_bytes, reason)
+        if self._ended is not None:
+            raise self._ended
+        return outcome
+
+    def raised(self, reason: str) -> None:
+        """This rank raises an error, after which the others do not go on either.
+
+        Raises RanksDisagree if it does so because another rank has raised.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if not self.alone and self._failed is None:
+            self._agreed("its end", 0.0, 0, reason, ends=True)
+
+    def _agreed(
+        self, at: str, ms: float, num_bytes: int, reason: str, ends: bool = False
+    ) -> Outcome:
         """What all ranks state here; one that is elsewhere in the capture has failed in it."""
-        facts = {"at": at, "ms": ms, "bytes": num_bytes, "reason": reason}
+        facts = {"at": at, "ms": ms, "bytes": num_bytes, "reason": reason, "ends": ends}
         stated = self._exchange(self._topic, facts)
+        if ranks := [rank for rank, one in enumerate(stated) if one["ends"]]:
+            self._ended = RanksDisagree(
+                ranks=", ".join(map(str, ranks)), topic=self._topic, fact="whether it can go on",
+                stated="; ".join(by_rank(stated, "reason")).rstrip("."), usual="no error",
+            )  # fmt: skip
         failed = by_rank(stated, "reason")
         if not failed and len({one["at"] for one in stated}) > 1:
             failed = [f"rank {rank} is at {one['at']}" for rank, one in enumerate(stated)]

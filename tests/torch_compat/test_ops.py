@@ -39,6 +39,14 @@ def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library):
     assert not ops.is_python_op(torch.ops.aten.reshape.default)
 
 
+def test_collectives_are_known():
+    assert ops.is_collective(torch.ops.c10d.allreduce_.default)
+    assert ops.is_collective(torch.ops._c10d_functional.all_reduce.default)
+    assert not ops.is_collective(torch.ops._c10d_functional.wait_tensor.default)
+    assert not ops.is_collective(torch.ops.aten.add.Tensor)
+    assert not ops.is_collective(torch.ops.higher_order.cond)
+
+
 def test_fake_implementations_are_found_however_they_were_registered():
     library = torch.library.Library("piecegraph_compat", "DEF")
     library.define("f(Tensor x) -> Tensor")

@@ -74,6 +74,14 @@ COLLECTIVES = "c10d"
 """The namespace of the ops of `torch.distributed`, which return before they have ended."""
 
 
+_MEETINGS = frozenset({COLLECTIVES, "_c10d_functional", "_dtensor", "symm_mem"})
+
+
+def is_collective(op: Any) -> bool:
+    """Whether ranks may wait for each other in `op`, an operator of `torch.distributed`."""
+    return op.namespace in _MEETINGS and not str(op).endswith("wait_tensor.default")
+
+
 def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call a collective of `torch.distributed` and wait until it has ended."""
     result = op(*args, **kwargs)

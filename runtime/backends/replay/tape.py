@@ -22,6 +22,7 @@ from ....torch_compat.basics.ops import (
     COLLECTIVES,
     OpOverload,
     awaited,
+    is_collective,
     is_composite,
     is_higher_order,
     is_in_python,
@@ -98,7 +99,7 @@ class Tape(TensorTracker):
 
     def refuse(self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]) -> None:
         super().refuse(func, args, kwargs, used)
-        if func.namespace in (COLLECTIVES, "_c10d_functional"):
+        if is_collective(func):
             self.ownership.before_collective(str(func))
 
     def refuse_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:

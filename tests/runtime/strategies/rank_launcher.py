@@ -19,10 +19,12 @@ import torch.distributed as dist
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepare
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
+from piecegraph.errors import LayerMissing, RanksDisagree
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import ACTIVE, record
 from piecegraph.runtime.core.records import CaptureFailure, Records
+from piecegraph.runtime.forward_context import CURRENT
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
@@ -131,7 +133,7 @@ def reducing(ranks, **settings):
 
 
 class ReducingInside(torch.nn.Module):
-    """Two collectives inside a FULL graph; `fault` is called between."""
+    """Two collectives inside a FULL graph; `fault` is called after each."""
 
     def __init__(self, fault=lambda rows: None):
         super().__init__()
@@ -142,15 +144,15 @@ class ReducingInside(torch.nn.Module):
         dist.all_reduce(count)
         self.fault(len(x))
         dist.all_reduce(count)
+        self.fault(len(x))
         return x * 2 * count
 
 
-def one_fails_inside_a_graph(ranks, odd):
-    """The capture of four tokens fails on the odd rank, between two collectives of the graph."""
+def reducing_inside(ranks, fails):
+    """The model fails after a collective wherever `fails(recorder, rows)`."""
 
     def fault(rows):
-        recorder = ACTIVE.get()
-        if odd and recorder is not None and recorder._open is not None and rows == 4:
+        if fails(ACTIVE.get(), rows):
             raise RuntimeError("out of something")
 
     config = Config(
@@ -158,10 +160,66 @@ def one_fails_inside_a_graph(ranks, odd):
         max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), attention={"support": 3},
     )  # fmt: skip
     model = ReducingInside(fault)
-    prepared = prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+    return model, prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+
+
+def failing_capture(ranks, fails):
+    model, prepared = reducing_inside(ranks, fails)
     seconds = seconds_of_failure(prepared)
     reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
     return [*reasons, *modes(prepared, 4, 2, model=model), f"{seconds:.1f}"]
+
+
+def one_fails_inside_a_graph(ranks, odd):
+    """The capture of four tokens fails on the odd rank, between two collectives."""
+    return failing_capture(
+        ranks, lambda recorder, rows: odd and recorder and recorder._open and rows == 4
+    )
+
+
+def one_fails_before_a_graph(ranks, odd):
+    """As above, in the run before the recording."""
+    return failing_capture(
+        ranks, lambda recorder, rows: odd and recorder and not recorder._open and rows == 4
+    )
+
+
+def one_fails_in_a_first_run(ranks, odd):
+    """As above, at the end of a run of the first capture alone, which is that of eight tokens."""
+    failures = iter([False, odd])
+    return failing_capture(
+        ranks, lambda recorder, rows: not recorder and CURRENT.get() and next(failures, False)
+    )
+
+
+def one_fails_at_the_end(ranks, odd):
+    """The first capture, when other ranks have met in all collectives of it."""
+    failures = iter([False, odd])
+    return failing_capture(
+        ranks, lambda recorder, rows: recorder and recorder._open and next(failures, False)
+    )
+
+
+def one_fails_in_warm_up(ranks, odd):
+    """The first dummy run of `warm_up` fails on the odd rank; all ranks raise."""
+    _, prepared = reducing_inside(ranks, lambda recorder, rows: odd and CURRENT.get())
+    began = time.monotonic()
+    try:
+        prepared.warm_up()
+    except (RuntimeError, RanksDisagree) as error:
+        return [f"{type(error).__name__}: {error}", f"{time.monotonic() - began:.1f}"]
+
+
+def one_lacks_a_layer(ranks, odd):
+    """Its dummy batch lacks what the caller must pass, which ends a capture."""
+    _, prepared = reducing_inside(
+        ranks, lambda recorder, rows: odd and CURRENT.get() and CURRENT.get().layers["kv"]
+    )
+    began = time.monotonic()
+    try:
+        prepared.capture()
+    except (LayerMissing, RanksDisagree) as error:
+        return [f"{type(error).__name__}: {error}", f"{time.monotonic() - began:.1f}"]
 
 
 def one_fails_beside_a_collective(ranks, odd):
@@ -196,10 +254,11 @@ def one_is_wrong(ranks, odd):
 
 
 def seconds_of_failure(prepared):
-    """Capture; the seconds from the capture before the one that failed to its end."""
+    """Capture; the seconds from the capture before the one that failed, if any, to its end."""
+    before = [time.perf_counter() - prepared.events.began]
     prepared.capture()
     (failed,) = prepared.events.named("capture.failed")
-    before = [event.at for event in prepared.events.named("capture") if event.at < failed.at]
+    before += [event.at for event in prepared.events.named("capture") if event.at < failed.at]
     return failed.at - max(before)
 
 
@@ -257,7 +316,8 @@ SCENES = {
     for scene in (
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
-        one_is_wrong, one_fails_inside_a_graph,
+        one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
+        one_fails_in_a_first_run, one_fails_at_the_end, one_fails_in_warm_up, one_lacks_a_layer,
     )
 }  # fmt: skip
 

@@ -16,6 +16,11 @@ SCENES = (
     "limits_differ-2-1", "one_cannot_probe-2-1", "one_fails_beside_a_collective-2-1",
     "one_fails_beside_a_collective-4-2", "one_is_wrong-2-1", "one_is_wrong-4-2",
     "one_fails_inside_a_graph-2-1", "one_fails_inside_a_graph-4-2",
+    "one_fails_before_a_graph-2-1", "one_fails_before_a_graph-4-2",
+    "one_fails_in_a_first_run-2-1", "one_fails_in_a_first_run-4-2",
+    "one_fails_at_the_end-2-1", "one_fails_at_the_end-4-2",
+    "one_fails_in_warm_up-2-1", "one_fails_in_warm_up-4-2",
+    "one_lacks_a_layer-2-1", "one_lacks_a_layer-4-2",
 )  # fmt: skip
 
 
@@ -120,13 +125,41 @@ def test_failure_35_a_capture_that_fails_beside_a_collective(outcomes, scene):
 
 
 @pytest.mark.parametrize("scene", ["2-1", "4-2"])
-def test_failure_35_a_capture_that_fails_between_collectives_of_its_graph(outcomes, scene):
-    for outcome in outcomes(f"one_fails_inside_a_graph-{scene}").values():
-        reason, *modes, seconds = outcome["result"]
+@pytest.mark.parametrize(
+    ("where", "graph", "modes"),
+    [
+        ("inside_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"]),
+        ("before_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"]),
+        ("in_a_first_run", "FULL 8", ["FULL 4 right", "FULL 2 right"]),
+        ("at_the_end", "FULL 8", ["FULL 4 right", "FULL 2 right"]),
+    ],
+)
+def test_failure_35_a_capture_that_fails_after_a_collective(outcomes, where, graph, modes, scene):
+    """In each run of the model that it makes. Later captures are alike on all ranks."""
+    for outcome in outcomes(f"one_fails_{where}-{scene}").values():
+        reason, *served, seconds = outcome["result"]
         assert reason.startswith(
-            f"rank {scene[-1]}: capturing FULL 4 failed: RuntimeError: out of something"
+            f"rank {scene[-1]}: capturing {graph} failed: RuntimeError: out of something"
         )
-        assert modes == ["NONE 4 right", "FULL 2 right"]
+        assert served == modes
+        assert float(seconds) < MOST_SECONDS
+
+
+@pytest.mark.parametrize("scene", ["2-1", "4-2"])
+@pytest.mark.parametrize(
+    ("name", "its_own", "why"),
+    [
+        ("one_fails_in_warm_up", "RuntimeError: out of something", "out of something"),
+        ("one_lacks_a_layer", "LayerMissing: ", "the forward context has no layer 'kv'"),
+    ],
+)
+def test_failure_35_what_one_rank_raises_ends_all(outcomes, name, its_own, why, scene):
+    odd = scene[-1]
+    for rank, outcome in outcomes(f"{name}-{scene}").items():
+        error, seconds = outcome["result"]
+        others = f"RanksDisagree: rank {odd} disagrees at "
+        assert error.startswith(its_own if rank == int(odd) else others)
+        assert why in error
         assert float(seconds) < MOST_SECONDS
 
 
