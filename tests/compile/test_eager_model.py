@@ -1,6 +1,9 @@
-"""A model that is not traced: what its arguments and its result may be."""
+"""A model that is not traced: what its arguments and its result may be.
 
-from collections import OrderedDict, defaultdict, namedtuple
+Forms of results are in test_models.py.
+"""
+
+from collections import defaultdict
 
 import pytest
 import torch
@@ -9,29 +12,6 @@ from torch import nn
 from piecegraph.errors import ArgumentFixed, NotPortable, ResultFormUnknown
 
 from .models import Body, X
-
-Pair = namedtuple("Pair", ["logits", "rows"])
-
-RESULTS = {
-    "named tuple": lambda m, x: Pair(m.linear(x), [x, None]),
-    "ordered": lambda m, x: OrderedDict(b=x, a=(x + 1, 2.5)),
-    "ordered by numbers": lambda m, x: OrderedDict([(1, x), (0, {"self": x + 1})]),
-    "of an operator": lambda m, x: x.max(1),
-    "numbers": lambda m, x: {"x": x * 2, "width": x.shape[1], "rest": None},
-}
-
-
-@pytest.mark.parametrize("form", RESULTS)
-def test_result_has_the_form_the_model_gives(compiled, form):
-    model = Body(RESULTS[form])
-    made = compiled(model, inputs=X, compile=False)
-    for size in (1, 7):
-        x = torch.randn(size, 8)
-        with torch.no_grad():
-            expected = model(x)
-        result = made(x)
-        assert type(result) is type(expected)
-        torch.testing.assert_close(result, expected)
 
 
 def test_an_engine_may_replace_the_forward_by_one_that_runs_steps(compiled):

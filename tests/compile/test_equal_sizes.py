@@ -47,15 +47,6 @@ def test_one_name_is_one_symbol_that_every_input_must_have(compiled, shapes):
         made(torch.rand(8, 8), torch.rand(4, 8))
 
 
-@pytest.mark.parametrize("shapes", DynamicShapes)
-def test_two_names_stay_independent(compiled, shapes):
-    declared = {**DECLARED, "y": "float32[num_patches, 8]"}
-    made = compiled(Apart(), inputs=declared, tracing={"dynamic_shapes": shapes})
-    assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens", "num_patches"]
-    x, y = made(torch.rand(8, 8), torch.rand(4, 8))
-    assert (len(x), len(y)) == (8, 4)
-
-
 @pytest.mark.parametrize(
     "shapes",
     [

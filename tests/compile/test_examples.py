@@ -194,22 +194,6 @@ def test_dotted_names_are_places_in_dicts_lists_and_keywords():
         examples(Nested(), inputs={**inputs, "state.hidden": "float32[num_tokens]"})
 
 
-def test_a_model_with_nested_arguments_is_served_without_examples(compiled):
-    class Nested(nn.Module):
-        def forward(self, states, **kwargs):
-            return states["hidden"] * kwargs["bias"] + states["aux"][0][:, None]
-
-    inputs = {
-        "states.hidden": "float32[num_tokens, 8]",
-        "states.aux.0": "float32[num_tokens]",
-        "kwargs.bias": "float32[8]",
-    }
-    made = compiled(Nested(), inputs=inputs)
-    states = {"hidden": torch.randn(3, 8), "aux": [torch.randn(3)]}
-    bias = torch.randn(8)
-    torch.testing.assert_close(made(states, bias=bias), Nested()(states, bias=bias))
-
-
 @dataclass
 class States:
     hidden: torch.Tensor

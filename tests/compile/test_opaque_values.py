@@ -120,15 +120,6 @@ def test_the_value_is_stored_in_the_plan(op, tmp_path, monkeypatch):
     assert "layers.2.name" in other.reason
 
 
-def test_the_text_of_a_value_is_a_condition(op, tmp_path, monkeypatch):
-    use_text_compiler(monkeypatch)
-    assert not start(Model(True), tmp_path, splitting_ops=(op,)).hit
-    assert start(Model(True), tmp_path, splitting_ops=(op,)).hit
-    model = Model(True)
-    model.layers[2].text = "elsewhere"
-    assert not start(model, tmp_path, splitting_ops=(op,)).hit
-
-
 def test_inside_a_piece_it_is_a_constant(op, compiled):
     model, x = Model(), torch.randn(5, 8)
     made = compiled(model, inputs=X, splitting_ops=())

@@ -22,6 +22,7 @@ from . import starts
 from .models import MIX, Body, X, marked_line
 from .size_models import MARK, heads, multiple_of_128
 from .starts import use_text_compiler
+from .test_guarded_models import OfRequests
 
 pytestmark = pytest.mark.compile
 
@@ -211,11 +212,6 @@ def test_too_many_intervals_are_refused_with_the_line(compiled):
     file, _, line = caught.value.where.partition(" in ")[0].rpartition(":")
     assert file.endswith("size_models.py")
     assert int(line) == marked_line(multiple_of_128, MARK)
-
-
-class OfRequests(nn.Module):
-    def forward(self, x, starts):
-        return x * 2 + starts.sum() if starts.shape[0] > 3 else x
 
 
 def test_a_guard_on_another_size_is_refused_as_by_prove(compiled):

@@ -280,12 +280,6 @@ def test_kernel_of_a_device_runs_past_the_mode():
     assert torch.equal(ops.run_kernel(aten.add.Tensor, "CPU", (x, x), {}), x + x)
 
 
-def test_ops_with_their_own_cpu_kernel_are_known(library):
-    library.impl("two", torch.clone, "CPU")
-    assert ops.is_python_op(torch.ops.piecegraph_ops.two.default)
-    assert not ops.is_python_op(aten.reshape.default)
-
-
 def test_without_frame_is_the_same_operator():
     x = torch.ones(2)
     assert torch.equal(ops.without_frame(aten.add.Tensor)(x, x), x + x)
