@@ -8,10 +8,10 @@ import piecegraph as pg
 
 from .backend_programs import NEEDED, PROGRAMS, try_program
 
-SAMPLE = ("add", "conv_pixels", "changing_int", "in_place_view", "graph_break", "optimizer")
+SAMPLE = ("add", "conv_pixels", "changing_int", "in_place_view", "graph_break")
 MORE = (
     "dictionary", "returns_input", "only_numbers", "scatter", "strided", "positive", "vmap",
-    "nonzero_count", "attention", "train_mlp", "autocast", "batch_norm_train",
+    "nonzero_count", "attention", "train_mlp", "autocast", "batch_norm_train", "optimizer",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]

@@ -37,8 +37,16 @@ def test_failure_36_unsound_model_is_refused_with_its_line(compiled, body, shape
     assert int(line) == marked_line(body, MARK)
 
 
+EACH_TIME = ("first_half", "at_most_four", "all_but_five", "six_rows", "padded", "heads")
+EACH_TIME += ("last_row", "rounded_up", "true_for_all", "below_the_limit", "chosen_by_data")
+
+
 @pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("body", SOUND, ids=name)
+@pytest.mark.parametrize(
+    "body",
+    [pytest.param(b, marks=[HEAVY] * (b.__name__ not in EACH_TIME)) for b in SOUND],
+    ids=name,
+)
 def test_sound_model_is_served_at_every_size(compiled, body, shapes):
     model = Body(body)
     made = compiled(model, inputs=X, tracing={"dynamic_shapes": shapes})

@@ -209,6 +209,11 @@ def test_an_argument_that_changes_results_is_found_by_comparing_them(monkeypatch
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 VISION = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
 ENCODERS = {
+    "vit": (
+        lambda: transformers.ViTModel(transformers.ViTConfig(**VISION)),
+        (3, 16, 16),
+        5,
+    ),
     "siglip": (
         lambda: transformers.SiglipVisionModel(
             transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
@@ -236,10 +241,13 @@ ENCODERS = {
 """An encoder, the form of an image or a sound, and its number of tokens."""
 
 
-@pytest.mark.parametrize("name", ["siglip", *(pytest.param(n, marks=pytest.mark.heavy)
-                                              for n in ("clip", "whisper"))])  # fmt: skip
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(n, marks=pytest.mark.heavy)
+                                           for n in ("siglip", "clip", "whisper"))])  # fmt: skip
 def test_encoder_has_graphs_by_number_of_images(name):
-    """A budget of images in a batch, and of tokens in an image: each image is a request."""
+    """A budget of images in a batch, and of tokens in an image: each image is a request.
+
+    There is no guard on the number of images: a batch of one has a graph of one.
+    """
     make, form, tokens = ENCODERS[name]
     torch.manual_seed(0)
     own = make().eval().requires_grad_(False)
@@ -250,7 +258,7 @@ def test_encoder_has_graphs_by_number_of_images(name):
         splitting_ops=(SPLITTING_OP,),
         max_num_tokens=4,
         max_num_reqs=4,
-        capture_sizes=(2, 4),
+        capture_sizes=(1, 2, 4),
         graph_mode="PIECEWISE",
         compiler="eager",
         cache=False,
@@ -259,10 +267,10 @@ def test_encoder_has_graphs_by_number_of_images(name):
     examples = ((), {main: torch.rand(3, *form)})
     prepared = prepare(model, config, examples=examples, backend=backend)
     prepared.capture(lambda descriptor, mode: PackedRequests((tokens,) * descriptor.num_tokens))
-    for count in (1, 2, 3):
+    for count, captured in ((1, 1), (2, 2), (3, 4)):
         images = torch.rand(count, *form)
         decision = prepared.dispatch(Batch(count, count))
-        assert decision.mode.name == "PIECEWISE"
+        assert (decision.mode.name, decision.descriptor.num_tokens) == ("PIECEWISE", captured)
         metadata = PackedRequests((tokens,) * count)
         actual = prepared.run(decision, **{main: images}, metadata=metadata).last_hidden_state
         torch.testing.assert_close(actual, own(images).last_hidden_state, rtol=1e-4, atol=1e-5)

@@ -257,33 +257,6 @@ def test_keys_that_an_indexer_selects(family):
     assert not torch.allclose(dense(input_ids=ids)[0], own(input_ids=ids)[0], atol=1e-3)
 
 
-def test_one_image_runs_alone():
-    """No guard on the number of images: a batch of one has a graph of one."""
-    sizes = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "pad_token_id")}
-    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
-    own = drawn(transformers.ViTModel(config))
-    model = adapt(copy.deepcopy(own))
-    config = Config(
-        inputs={"pixel_values": "float32[num_tokens, 3, 16, 16]"},
-        splitting_ops=(SPLITTING_OP,),
-        max_num_tokens=2,
-        max_num_reqs=2,
-        capture_sizes=(1, 2),
-        graph_mode="PIECEWISE",
-        compiler="eager",
-        cache=False,
-    )
-    examples = ((), {"pixel_values": torch.rand(2, 3, 16, 16)})
-    prepared = prepare(model, config, examples=examples, backend=ReplayBackend())
-    prepared.capture(lambda descriptor, mode: PackedRequests((5,) * descriptor.num_tokens))
-    decision = prepared.dispatch(Batch(1, 1))
-    assert decision.descriptor.num_tokens == 1
-    image = torch.rand(1, 3, 16, 16)
-    result = prepared.run(decision, pixel_values=image, metadata=PackedRequests((5,)))
-    expected = own(image).last_hidden_state
-    torch.testing.assert_close(result.last_hidden_state, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_heads_run_for_each_request_and_token_types_are_an_input():
     """A cross-encoder of BERT: pooler and classifier of each request."""
     config = transformers.BertConfig(**SIZES, num_labels=3)

@@ -167,6 +167,7 @@ class Rotated(nn.Module):
         return query + 1, key * 2, value
 
 
+@pytest.mark.heavy
 def test_op_that_mutates_views_is_neither_copied_nor_lost(compiled):
     """Inductor itself undoes the functionalization of custom ops without a copy: no pass needed."""
     model = Rotated()

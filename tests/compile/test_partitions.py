@@ -81,7 +81,9 @@ def parts_before_an_op(x):
     return ops.fresh(torch.cat([first, second, third], 1), "c") * 2
 
 
-@pytest.mark.parametrize("body", [parts_of_one_tensor, parts_before_an_op])
+@pytest.mark.parametrize(
+    "body", [pytest.param(parts_of_one_tensor, marks=pytest.mark.heavy), parts_before_an_op]
+)
 def test_parts_of_a_tensor_that_partitions_compute_are_not_lost(compiled, body):
     made = compiled(Function(body), **WHOLE)
     for size in SIZES:

@@ -18,7 +18,7 @@ def served(tmp_path_factory):
 
     @functools.cache
     def served(strategy):
-        options = ["--buckets", strategy, "--max-num-tokens", "64"]
+        options = ["--buckets", strategy, "--max-num-tokens", "32"]
         return report_of(tmp_path_factory.mktemp(strategy), *options)
 
     return served

@@ -23,15 +23,13 @@ def applied_to_itself(op):
         return torch.fx.GraphModule({}, graph), torch.empty(8, 2)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize(
-    "ops", [[torch.add], pytest.param([torch.add, torch.mul], marks=pytest.mark.heavy)]
-)
-def test_libraries_are_compiled_and_loaded(tmp_path, ops):
+@pytest.mark.heavy
+def test_libraries_are_compiled_and_loaded(tmp_path):
+    """One library is compiled ahead and loaded in each run: tests/mission/test_torch_compile.py."""
     before = settings.changed_settings()
     made = {}
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
-        for op in ops:
+        for op in (torch.add, torch.mul):
             module, fake = applied_to_itself(op)
             made[op] = aoti.aoti_compile(module, [fake], [{0: ("s0", 1, 64)}], {})
         runs = {op: aoti.aoti_load(str(m.library), CPU) for op, m in made.items()}

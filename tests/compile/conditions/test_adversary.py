@@ -17,8 +17,11 @@ NOT_CACHED = {
     *("subclasses_of_a_class", "shape_of_a_numpy_array", "method_with_a_constant_result"),
 }
 SAMPLE = (
-    *("arguments_of_the_program", "order_of_bases", "printing_of_torch"),
-    *("cache_of_autocast", "class_item_that_reads_the_class", "registered_with_a_subclass"),
+    *("arguments_of_the_program", "cache_of_autocast", "class_item_that_reads_the_class"),
+    *(
+        pytest.param(name, marks=pytest.mark.heavy)
+        for name in ("order_of_bases", "printing_of_torch", "registered_with_a_subclass")
+    ),
 )
 NOT_OF_A_THREAD = {"default_of_autocast", "thread_local"}
 """Values of one thread: `prepare` does not run under autocast."""

@@ -88,7 +88,7 @@ def test_a_change_of_one_layer_is_a_miss(names, tmp_path):
     assert not wrong
 
 
-@pytest.mark.parametrize("variables", ["abcd", "aaaa", "aabb"])
+@pytest.mark.parametrize("variables", each_time(["abcd", "aaaa", "aabb"], ["aabb"]))
 def test_a_variable_of_several_functions_is_compared_in_each(variables, tmp_path):
     factors = [2.0] * COUNT
     begin(by_closures(variables, factors), tmp_path)
