@@ -77,7 +77,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
         BOTH,
     ),
     "scan": (lambda x: x + scan(lambda c, y: (c + y, c + y), torch.zeros(4), x)[0], BOTH),
-    "vmap": (lambda x: torch.vmap(lambda row: row * row.sum())(x), BOTH[1:]),
+    "vmap": (lambda x: torch.ones(()) + torch.vmap(lambda r: r * r.sum())(x), BOTH[1:]),
     "grad": (lambda x: torch.func.grad(lambda y: (y * y).sum())(x), BOTH[1:]),
     "packets": (
         lambda x: torch.ops.aten.pow(x, 2) + torch.ops.aten.masked_fill(x, x > 0, 1.0),
