@@ -22,7 +22,13 @@ def samples(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-PAGES = sorted(page.name for page in (ROOT / "docs").glob("*.md") if samples(page))
+EXPENSIVE = {"debugging.md", "testing-capture-modes.md"}
+"""Pages whose samples take seconds; what they show has tests of its own."""
+PAGES = [
+    pytest.param(page.name, marks=[pytest.mark.heavy] * (page.name in EXPENSIVE))
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    if samples(page)
+]
 
 
 @pytest.fixture(scope="module")

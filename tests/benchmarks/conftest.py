@@ -1,3 +1,9 @@
 """The small engine of the tests of the tools."""
 
-from ..tools.conftest import make_requests, make_world  # noqa: F401
+from ..tools.conftest import (  # noqa: F401
+    code_folder,
+    make_requests,
+    make_world,
+    text_compiler,
+    traced_once,
+)

@@ -206,6 +206,7 @@ def test_two_rounds_are_too_few():
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("traced_once")
 def test_the_commands_measure_plot_and_compare(tmp_path, capsys):
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--backend", "eager", "--no-cache"]
     small += ["--requests", "3", "--capture-sizes", "1,2", "--input", "4", "--output", "3"]

@@ -1,5 +1,6 @@
 """Bisect finds the injected fault, one at each stage."""
 
+import runpy
 import subprocess
 import sys
 from functools import partial
@@ -131,12 +132,17 @@ def test_the_first_wrong_element_is_one_that_rounding_does_not_explain():
 
 
 def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(case, found, wrong_pass):
-    finding, line = found(case(compiler=wrong_pass))
+    """The state is as before then."""
+    it = case(compiler=wrong_pass)
+    cache = it.layers["layer"].cache
+    finding, line = found(it)
     assert (finding.stage, finding.piece, finding.size) == ("compiler", 1, 8)
     assert finding.operator.startswith("relu (faulty_models.py:")
     assert finding.wrong.expected == -1 < finding.wrong.got
     assert "first wrong: output 0 [" in line
     assert "\n" not in line
+    assert it.layers["layer"].cache is cache
+    assert not cache.any()
 
 
 def test_a_wrong_pass_is_found_in_the_interval_of_the_step(case, found, wrong_pass):
@@ -198,20 +204,28 @@ def test_a_piece_with_an_op_that_reads_the_context_of_its_step(case, found):
     assert (finding.stage, finding.piece) == ("PIECEWISE", 0), line
 
 
-def test_the_state_is_as_before(case, wrong_pass):
-    it = case(compiler=wrong_pass)
-    cache = it.layers["layer"].cache
-    bisect(it)
-    assert it.layers["layer"].cache is cache
-    assert not cache.any()
+def run_here(script, capsys):
+    """The exit status and the output of a program that runs in this process."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    return ended.value.code, capsys.readouterr().out
 
 
-def test_the_script_fails_as_long_as_the_number_is_wrong(case, found, tmp_path):
+def run_alone(script, _):
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("run", [run_here, pytest.param(run_alone, marks=pytest.mark.heavy)])
+def test_the_script_fails_as_long_as_the_number_is_wrong(
+    case, found, tmp_path, capsys, monkeypatch, run
+):
     script = tmp_path / "wrong.py"
     _, line = found(case(models.Branching(), tracing={"guards": "drop"}), script=script)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.strip() == line, done.stderr
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    status, said = run(script, capsys)
+    assert (status, said.strip()) == (1, line)
     assert line in script.read_text()
 
 
