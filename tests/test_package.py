@@ -198,3 +198,23 @@ def test_each_mutant_quotes_a_source_text():
 
     quotes = [(each.file, each.old) for each in (*mutants.mutants(), *on_stand_in.mutants())]
     assert [(f, old) for f, old in quotes if old not in (ROOT / f).read_text()] == []
+
+
+FACTORIES = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand",
+    "randint", "randn", "tensor", "zeros",
+}  # fmt: skip
+
+
+def test_new_tensors_of_ours_state_their_device(package_sources):
+    """An engine may set a default device, as while it loads a model."""
+    unstated = [
+        f"{name}:{call.lineno}"
+        for name, path in package_sources.items()
+        if name.startswith(("runtime/", "compile/", "torch_compat/"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("torch.")
+        if ast.unparse(call.func).removeprefix("torch.") in FACTORIES
+        if not {"device", None} & {keyword.arg for keyword in call.keywords}
+    ]
+    assert unstated == []

@@ -125,7 +125,7 @@ def first_use(device: torch.device, events: Events) -> None:
     one = graph.placeholder("one")
     graph.output((graph.call_function(torch.add, (one, one)),))
     with events.span("toolchain", level=logging.INFO), compiling():
-        inputs = [fresh_fake_mode().from_tensor(torch.zeros(1))]
+        inputs = [fresh_fake_mode().from_tensor(torch.zeros(1, device="cpu"))]
         compile_piece(GraphModule({}, graph), inputs, {})()
 
 
@@ -163,7 +163,7 @@ def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> Pi
 
     def run_with_sizes(args: list[Any]) -> Any:
         for position in sizes:
-            args[position] = torch.empty((args[position], 0))
+            args[position] = torch.empty((args[position], 0), device="cpu")
         return run(args)
 
     return run_with_sizes

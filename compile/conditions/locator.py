@@ -138,7 +138,7 @@ class Locator:
                 base = self._find(inner)
                 if not base.value.shape:  # a number is copied, so that no place has its memory
                     raise LookupError(ast.unparse(node))
-                return base.then(torch.as_tensor(base.value), ["tensor", None])
+                return base.then(torch.as_tensor(base.value, device="cpu"), ["tensor", None])
             case Call(Name("type"), [inner]):
                 base = self._find(inner)
                 return base.then(type(base.value), ["type", None])

@@ -107,7 +107,7 @@ def follow(value: Any, step: Step) -> Any:
             case "call":
                 return value()
             case "tensor":
-                return torch.as_tensor(value)
+                return torch.as_tensor(value, device="cpu")
     except Exception:  # a property of the user's may raise anything
         return MISSING
     return MISSING

@@ -73,11 +73,12 @@ def _splitting_ops(graph: Graph, config: CompileConfig) -> set[Any]:
 
 def _made_up(examples: Examples, low: int) -> Examples:
     """Arguments with `low` tokens: small random numbers, zeros for other dtypes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def made_up(tensor: Tensor, dims: Dims) -> Tensor:
         sizes = zip(tensor.shape, dims, strict=True)
-        numbers = torch.zeros([low if dim == TOKENS else size for size, dim in sizes])
+        shape = [low if dim == TOKENS else size for size, dim in sizes]
+        numbers = torch.zeros(shape, device="cpu")
         if tensor.dtype.is_floating_point:
             numbers.normal_(std=0.5, generator=generator)
         return numbers.to(tensor.device, tensor.dtype)

@@ -49,24 +49,26 @@ def differences(expected: Any, got: Any) -> Tensor:
     an infinity that only one has. A vector is one row. Integers of 8 bits may be quantized: they
     count what they are apart.
     """
-    return torch.cat([torch.zeros(0).double(), *_differences(expected, got)])
+    none = torch.zeros(0, dtype=torch.float64, device="cpu")
+    return torch.cat([none, *_differences(expected, got)])
 
 
 def _differences(expected: Any, got: Any) -> list[Tensor]:
     """By result."""
     wanted, given = tree_leaves(expected), tree_leaves(got)
     if len(wanted) != len(given):
-        return [torch.full((1,), torch.inf).double()]
+        return [torch.full((1,), torch.inf, dtype=torch.float64, device="cpu")]
     return [_row_differences(*pair) for pair in zip(wanted, given, strict=True)]
 
 
 def _row_differences(want: Any, have: Any) -> Tensor:
     if not isinstance(want, Tensor) or not isinstance(have, Tensor):
-        return torch.tensor([0.0 if want is have or want == have else torch.inf]).double()
+        same = want is have or want == have
+        return torch.tensor([0.0 if same else torch.inf], dtype=torch.float64, device="cpu")
     if (want.shape, want.dtype) != (have.shape, have.dtype):
-        return torch.tensor([torch.inf], dtype=torch.float64)
+        return torch.tensor([torch.inf], dtype=torch.float64, device="cpu")
     if not want.numel():
-        return torch.zeros(0, dtype=torch.float64)
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
     rows = len(want) if want.dim() > 1 else 1
     if want.dtype.is_complex:
         want, have = torch.view_as_real(want), torch.view_as_real(have)
@@ -148,7 +150,8 @@ def excess(expected: Any, got: Any, run: Run) -> Excess | None:
     `run` is only called for a difference above FLOOR. What it writes must be restored by itself.
     """
     by_result = _differences(expected, got)
-    apart = torch.cat([torch.zeros(0).double(), *by_result])
+    none = torch.zeros(0, dtype=torch.float64, device="cpu")
+    apart = torch.cat([none, *by_result])
     limit = torch.full_like(apart, FLOOR)
     if bool((apart <= limit).all()):
         return None

@@ -334,7 +334,7 @@ def _dummy(kind: str) -> Any:
     if kind.startswith("List"):
         return []
     plain = {"int": 0, "SymInt": 0, "number": 0, "float": 0.0, "bool": False, "str": ""}
-    return torch.empty(0) if kind == "Tensor" else plain.get(kind)
+    return torch.empty(0, device="cpu") if kind == "Tensor" else plain.get(kind)
 
 
 def is_composite(op: OpOverload) -> bool:

@@ -142,7 +142,7 @@ def _empty_results(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
             return evaluated(name, sizes)
         dims = [evaluated(dim, sizes) for dim in shape]
         with torch.inference_mode(False), without_modes():
-            return poison(torch.empty(dims, dtype=getattr(torch, dtype)))
+            return poison(torch.empty(dims, dtype=getattr(torch, dtype), device="cpu"))
 
     return tuple(empty(result.dtype, result.name, result.shape) for result in plan.results)
 

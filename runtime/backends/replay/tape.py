@@ -136,7 +136,8 @@ class Tape(TensorTracker):
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
         fresh = super().fresh(result, used)
         for tensor in fresh:
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage())
             self.made.setdefault(storage_id(tensor), whole)
         return fresh
 

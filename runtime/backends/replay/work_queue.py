@@ -359,7 +359,7 @@ def _place(fake: Tensor, fakes: dict[int, Tensor]) -> Tensor:
     given = fakes.get(id(fake))
     if given is not None:
         return given
-    return poison(torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype))
+    return poison(torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="cpu"))
 
 
 def _fill(func: OpOverload, args: Any, kwargs: Any, places: Any) -> None:

@@ -87,7 +87,7 @@ def overlap(one: Tensor, two: Tensor) -> bool:
     if not comparable or elements > _LARGEST_MASK:
         return True
     first = min(one.storage_offset(), two.storage_offset())
-    mask = torch.zeros(elements, dtype=torch.bool)
+    mask = torch.zeros(elements, dtype=torch.bool, device="cpu")
     mask.as_strided(one.size(), one.stride(), one.storage_offset() - first).fill_(True)
     return bool(mask.as_strided(two.size(), two.stride(), two.storage_offset() - first).any())
 

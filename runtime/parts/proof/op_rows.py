@@ -108,7 +108,7 @@ def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tenso
     if one.dtype in _SUBTRACTED and one.dim() > 1 and one.numel() and one.shape == other.shape:
         apart, size = ((each.abs().flatten(1).amax(1)) for each in (one - other, one))
         if bool((apart <= limit(eps) / 2 * size).all()):  # not if one is NaN
-            return torch.zeros(len(one), dtype=torch.bool)
+            return torch.zeros(len(one), dtype=torch.bool, device="cpu")
     return differences(one, other) * eps > limit(eps)
 
 

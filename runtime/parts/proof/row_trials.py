@@ -27,6 +27,7 @@ Found = tuple[str, str | None]
 """The name of a result or of state that padding changes, and the user's line."""
 
 _SEEDS = (0, 1, 2)
+_NO_ROWS = torch.empty(0, device="cpu")
 
 
 def same_size(eps: float) -> float:
@@ -191,14 +192,14 @@ class Trials:
     def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
         """For each argument that is a tensor; of no elements for the others."""
         if seed not in self._made:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator("cpu").manual_seed(seed)
             self._made[seed] = [self._input(name, generator) for name in self.step.args]
         return self._made[seed]
 
     def _input(self, name: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         plan = self.compiled.plan
         if _weight(plan, name) is not None or name in {symbol.name for symbol in plan.symbols}:
-            return torch.empty(0), torch.empty(0)
+            return _NO_ROWS, _NO_ROWS
         dtype, dims = form_of(plan, name)
         rows = _random(dtype, _shape(dims, self.largest, plan), generator)
         if self._sentinel(name) in (0, 1):
@@ -324,7 +325,7 @@ def _differing(
             real = box(tuple(alone.rows[name].shape))
             found[name] = beyond(one.rows[name][real], other.rows[name][real], limit)
         else:
-            found[name] = torch.ones(1, dtype=torch.bool)
+            found[name] = torch.ones(1, dtype=torch.bool, device="cpu")
     return {name: rows for name, rows in found.items() if rows.any()}
 
 
@@ -363,8 +364,8 @@ def _shape(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -
 def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point or kind.is_complex:
-        return (torch.rand(shape, generator=generator) + 0.5).to(kind)
-    return torch.randint(0, 2, shape, generator=generator).to(kind)
+        return (torch.rand(shape, generator=generator, device="cpu") + 0.5).to(kind)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(kind)
 
 
 def any_sizes(plan: Plan) -> dict[str, int]:

@@ -120,11 +120,11 @@ class WithoutBreaks:
     def _made_up(self, like: Tensor) -> Tensor:
         """Values of the form of `like`."""
         position = sum(
-            (torch.arange(n) * (7 * dim + 3)).view(-1, *[1] * (like.dim() - dim - 1))
+            (torch.arange(n, device="cpu") * (7 * dim + 3)).view(-1, *[1] * (like.dim() - dim - 1))
             for dim, n in enumerate(like.shape)
         )
         at = len(self.forms)
-        values = torch.sin(torch.as_tensor(position) + at).add(1.5).expand(like.shape)
+        values = torch.sin(torch.as_tensor(position, device="cpu") + at).add(1.5).expand(like.shape)
         values = (values if like.dtype.is_floating_point else values > 1.5).to(like.dtype)
         self.forms.append(tuple(like.shape))
         real = self._real[at] if self._real is not None and at < len(self._real) else like.shape
@@ -187,7 +187,7 @@ def extreme_rows(values: Tensor, dims: Iterable[int]) -> Tensor:
         return (values == 0).to(values.dtype)
     padded = values.to(torch.float32, copy=True)
     for dim in dims:
-        factors = torch.tensor([16.0, -16.0, 0.0]).repeat(values.shape[dim] // 3 + 1)
+        factors = torch.tensor([16.0, -16.0, 0.0], device="cpu").repeat(values.shape[dim] // 3 + 1)
         shape = [-1, *[1] * (values.dim() - dim - 1)]
         padded *= factors[: values.shape[dim]].view(shape)
     return padded.to(values.dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -136,7 +136,6 @@ def run(prepared, tree, **more):
     assert torch.equal(got, Model()(x, tree, **more))
 
 
-@settings(max_examples=settings.default.max_examples // 4)
 @given(TREES)
 def test_a_call_of_another_form_is_refused_or_right(tree):
     """A model is prepared for each example, which takes most of the time: all changes are tried."""

@@ -84,6 +84,16 @@ def test_right_steps_are_counted_and_change_nothing(prepare_live):
     assert facts["wrong"] == []
 
 
+def test_a_default_device_of_the_engine_reaches_nothing(prepare_live):
+    """A capture, a proof and a step make tensors of their own."""
+    served, x = prepare_live(shadow=EACH), torch.rand(3, HIDDEN)
+    with torch.device("meta"):
+        served.prepared.capture()
+        result = served.prepared(x, batch=Batch(3, 3))
+    assert torch.equal(result, served.expected(x))
+    assert len(served.prepared.report()["shadow"]["proved"]) == 1
+
+
 def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
     compiled_wrong(monkeypatch)
     served = prepare_live(shadow=EACH)
@@ -113,7 +123,7 @@ def test_dummy_steps_of_an_engine_are_not_proved(prepare_live, monkeypatch):
 
 
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch):
-    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble.row_mixing, "known_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
     served = prepare_live(shadow=EACH, cache=False)
     served.prepared.capture()
@@ -197,7 +207,7 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, 
 
 
 def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
-    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble.row_mixing, "known_mixed_rows", lambda *_, **__: [])
     served = prepare_live(MixesRows(), shadow=EACH)
     served.prepared.capture()
     assert run(served, 3)
@@ -486,7 +496,7 @@ class Restless(Decoder):
 
 @pytest.mark.parametrize("warm_up", [3, 12])
 def test_steps_that_cannot_be_compared_in_the_beginning(prepare_decoder, monkeypatch, warm_up):
-    monkeypatch.setattr(assemble, "known_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(assemble.row_mixing, "known_mixed_rows", lambda *_, **__: [])
     prepared = prepare_decoder(model=Restless(), compile=False)
     for _ in range(warm_up):
         decode(prepared)
