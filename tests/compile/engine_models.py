@@ -177,22 +177,9 @@ def unbacked_sizes(self, x):
 # what no graph of tokens can be
 
 
-@model(refused=errors.TraceFailed, splits=())
-def branch_on_data(self, x):
-    if x.sum() > 0:  # here
-        return x * 2
-    return x
-
-
 @model(refused=errors.HostRead, splits=())
 def value_on_the_host(self, x):
     return x * x[0, 0].item()  # here
-
-
-@model(refused=errors.TraceFailed, splits=())
-def prints(self, x):
-    print(x.shape)  # here
-    return x
 
 
 @model(refused=errors.GuardUnproved, splits=())
@@ -203,9 +190,3 @@ def branch_on_the_number_of_tokens(self, x):
 @model(refused=errors.TraceFailed, splits=())
 def pairs_of_tokens(self, x):
     return x.view(-1, 2, 8).sum(1)  # here
-
-
-@model(refused=errors.Specialized, splits=())
-def loop_over_tokens(self, x):
-    rows = [x[i] * i for i in range(x.shape[0])]  # here
-    return torch.stack(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -145,11 +144,6 @@ def test_settings_must_be_a_config():
         prepare(nn.Linear(4, 4), {"max_num_tokens": 4})
 
 
-@dataclass
-class Item:
-    tensor: torch.Tensor
-
-
 def test_unsupported_argument_names_argument_and_class(compiled):
     model = Body(lambda m, x: m.linear(x.hidden))
     with pytest.raises(
@@ -157,33 +151,3 @@ def test_unsupported_argument_names_argument_and_class(compiled):
     ) as caught:
         compiled(model, inputs={}, examples=((Opaque(torch.zeros(5, 8)),), {}))
     assert "Pass it as an argument" not in str(caught.value)
-
-
-TOTAL = 0
-
-
-class Counts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls, self.log, self.seen, self.unread = 0, [], {}, 0
-
-    def forward(self, x):
-        global TOTAL
-        self.calls += 1
-        self.log.append(len(self.log))
-        self.seen["last"] = x.shape[1]
-        TOTAL = TOTAL + 1
-        local = [self.unread]
-        local.append(1)
-        return x * 2
-
-
-def test_changes_of_python_objects_are_reported_once(compiled):
-    events = compiled(Counts(), inputs=X).events
-    dropped = events.named("effect_dropped")
-    found = {event.facts["changed"]: event.facts["where"] for event in dropped}
-    first = Counts.forward.__code__.co_firstlineno
-    lines = {"self.calls": 2, "self.log": 3, "self.seen": 4, "TOTAL": 5}
-    assert found == {name: f"{__file__}:{first + line}" for name, line in lines.items()}
-    made = compiled(Body(lambda m, x: Item(m.linear(x))), inputs=X)
-    assert not made.events.named("effect_dropped")

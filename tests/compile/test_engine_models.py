@@ -21,7 +21,6 @@ QUICK = {
     "cache_written_in_a_piece",
     "experts_sorted",
     "int4_weights_as_a_subclass",
-    "loop_over_tokens",
     "lora_op_with_a_list",
     "mla_with_slice_assignment",
     "pipeline_stage",

@@ -293,6 +293,7 @@ class Returns(nn.Module):
 def test_result_has_the_form_the_model_gives(compiled, form, traced):
     model = Returns(form)
     made = compiled(model, inputs=X, compile=traced)
+    assert not made.events.named("effect_dropped")
     for size in (1, 7):
         same(made, model, torch.randn(size, 8))
 

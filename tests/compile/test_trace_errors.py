@@ -153,25 +153,35 @@ def test_tensors_kept_in_python_for_the_next_step_are_refused(compiled, body, na
     assert (model.last, model.cache, hasattr(model, "scale")) == (None, {}, False)
 
 
+TOTAL = 0
+
+
 def test_other_changes_of_python_state_are_warnings_and_change_nothing(compiled):
     number = 0
 
     def body(m, x):
+        global TOTAL
         nonlocal number
         m.last = x * 2
         m.calls += 1
         m.calls = 0  # what it was
         number += 1
-        m.rows.append(1)
+        m.rows.append(len(m.rows))
+        m.cache["last"] = x.shape[1]
+        TOTAL = TOTAL + 1
+        local = [m.last]
+        local.append(1)
         return x
 
     model = Stateful(body)
     warnings = compiled(model, inputs=X).events.named("effect_dropped")
     changed = {warning.facts["changed"]: warning.facts["where"] for warning in warnings}
     first = body.__code__.co_firstlineno
-    lines = {"self.last": 2, "self.rows": 6, "self.body.__closure__[0]": 5}
+    lines = {"self.last": 3, "self.body.__closure__[0]": 6, "self.rows": 7, "self.cache": 8}
+    lines["TOTAL"] = 9
     assert changed == {name: f"{__file__}:{first + line}" for name, line in lines.items()}
-    assert (model.last, model.calls, model.rows, number) == (None, 0, [], 0)
+    assert len(warnings) == len(lines)
+    assert (model.last, model.calls, model.rows, number, TOTAL) == (None, 0, [], 0, 0)
 
 
 def test_a_function_transform_is_refused_with_its_line(compiled):
