@@ -26,6 +26,7 @@ from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
 from piecegraph.compile.ir.config import GraphPass
 from piecegraph.compile.plan import plan_builder, split_model
+from piecegraph.runtime.parts.proof import row_mixing
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 
 sys.path.append(str(Path(__file__).parent))
@@ -246,7 +247,7 @@ def crossed_results(site):
 def rows_that_mix(model=None, **splitting):
     def plant(site):
         # `prepare` finds such a model and never pads it; without that its rows are wrong
-        site.patch.setattr("piecegraph.runtime.assemble.known_mixed_rows", lambda *_, **__: [])
+        site.patch.setattr(row_mixing, "known_mixed_rows", lambda *_, **__: [])
         return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from piecegraph import Config
+from piecegraph.runtime.parts.proof import row_mixing
 from piecegraph.tools.bisect import bisect
 
 sys.path.append(str(Path(__file__).parent))
@@ -210,7 +211,7 @@ CONTROLS = [
 
 def find(fault, monkeypatch, compiler="eager"):
     # `prepare` never pads a model that mixes rows; these are to be padded
-    monkeypatch.setattr("piecegraph.runtime.assemble.known_mixed_rows", lambda *_, **__: [])
+    monkeypatch.setattr(row_mixing, "known_mixed_rows", lambda *_, **__: [])
     config = Config(
         splitting_ops=("engine::attend",),
         inputs={"ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
