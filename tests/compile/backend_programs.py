@@ -520,19 +520,6 @@ def vae():
     ]
 
 
-def dit():
-    from diffusers import DiTTransformer2DModel
-
-    model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=4, num_layers=2,
-        sample_size=8, norm_num_groups=4, num_embeds_ada_norm=10, dropout=0.0,
-    )  # fmt: skip
-    model = seeded(model)
-    return lambda x, t, y: model(x, t, y, return_dict=False)[0], [
-        (R(b, 4, 8, 8), torch.full((b,), 3), torch.zeros(b, dtype=torch.long)) for b in (1, 2, 3)
-    ]
-
-
 def flux():
     from diffusers import FluxTransformer2DModel
 
@@ -555,32 +542,11 @@ def flux():
 
 MODELS = {
     "vit": lambda: transformers_model("ViT", images(32, 32), image_size=32, patch_size=8, **SMALL),
-    "clip_vision": lambda: transformers_model(
-        "CLIPVision", images(32, 32), image_size=32, patch_size=8, **SMALL
-    ),
-    "siglip_vision": lambda: transformers_model(
-        "SiglipVision", images(32, 32), image_size=32, patch_size=8, **SMALL
-    ),
-    "dinov2": lambda: transformers_model(
-        "Dinov2", images(28, 42), image_size=28, patch_size=7, mlp_ratio=2,
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-    ),
     "convnext": lambda: transformers_model(
         "ConvNext", images(32, 64), hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1]
     ),
     "bert": lambda: transformers_model("Bert", ids(5, 9), vocab_size=99, **SMALL),
-    "roberta": lambda: transformers_model("Roberta", ids(5, 9), vocab_size=99, **SMALL),
-    "gpt2": lambda: transformers_model(
-        "GPT2", ids(5, 9), vocab_size=99, n_embd=32, n_layer=2, n_head=2, use_cache=False
-    ),
-    "llama": lambda: transformers_model(
-        "Llama", ids(5, 9), vocab_size=99, use_cache=False, **SMALL
-    ),
     "llama_cache": lambda: transformers_model("Llama", ids(5, 9), vocab_size=99, **SMALL),
-    "gemma3_text": lambda: transformers_model(
-        "Gemma3Text", ids(5, 9), vocab_size=99, head_dim=16, num_key_value_heads=1,
-        use_cache=False, **SMALL,
-    ),
     "mamba": lambda: transformers_model(
         "Mamba", ids(5, 9), vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4,
         use_cache=False,
@@ -593,18 +559,12 @@ MODELS = {
         num_conv_pos_embedding_groups=2, **SMALL,
     ),
     "timm_resnet18": lambda: timm_model("resnet18", 64, 96),
-    "timm_vit": lambda: timm_model(
-        "vit_tiny_patch16_224", 32, 48, img_size=32, depth=2, dynamic_img_size=True
-    ),
-    "timm_efficientnet": lambda: timm_model("efficientnet_lite0", 64, 64),
     "timm_swin": lambda: timm_model(
         "swin_tiny_patch4_window7_224", 56, 56, img_size=56, window_size=7, depths=(1, 1),
         num_heads=(2, 2), embed_dim=16,
     ),
-    "timm_mixer": lambda: timm_model("mixer_s32_224", 64, 64, img_size=64),
     "diffusers_unet": unet,
     "diffusers_vae": vae,
-    "diffusers_dit": dit,
     "diffusers_flux": flux,
 }  # fmt: skip
 

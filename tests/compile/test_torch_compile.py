@@ -228,20 +228,6 @@ def test_settings_of_serving_are_refused():
 
 
 @torch.no_grad()
-def test_sizes_without_an_upper_bound():
-    """Two inputs whose size becomes dynamic together; pixels, whose strides would overflow."""
-    for function, shapes in (
-        (torch.add, [((3, 8), (3, 8)), ((5, 8), (5, 8))]),
-        (nn.Conv2d(3, 4, 3), [((1, 3, 16, 16),), ((1, 3, 20, 20),)]),
-    ):
-        options = {"compiler": "eager", "cache": False, "strict": True}
-        fast = torch.compile(function, backend="piecegraph", options=options)
-        for shape in shapes:
-            inputs = [torch.randn(each) for each in shape]
-            torch.testing.assert_close(fast(*inputs), function(*inputs))
-
-
-@torch.no_grad()
 def test_autocast_is_kept(tmp_path):
     def mixed(x, weight):
         with torch.autocast("cpu", torch.bfloat16):
