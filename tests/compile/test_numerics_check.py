@@ -6,6 +6,7 @@ from torch.fx import symbolic_trace
 
 from piecegraph import Config
 from piecegraph.compile.guards.numerics_check import numeric_difference
+from piecegraph.compile.guards.tolerance import excess
 from piecegraph.config import compile_config
 from piecegraph.tools.bisect.pieces import debug_pieces
 
@@ -81,3 +82,15 @@ def test_a_splitting_op_inside_is_not_run(monkeypatch):
             return [fresh.default(args[0], "a") * (args[0] + added)]
 
         assert (numeric_difference(code, made, {}, cut_at) is not None) is wrong
+
+
+def test_equal_scores_may_be_taken_the_other_way_round():
+    """In bfloat16 both are 1; code that leaves the rounding out sees which one is larger."""
+    rows, way = torch.randn(64, 8, dtype=torch.bfloat16), torch.tensor([1.0, -1.0]).bfloat16()
+
+    def model():
+        scores = 1 + torch.full((64, 2), 1e-3, dtype=torch.bfloat16)
+        return rows * way[scores.softmax(-1).argmax(-1)][:, None]
+
+    assert excess(model(), -rows, model) is None
+    assert excess(model(), -rows * 40, model) is not None

@@ -58,7 +58,7 @@ torch.library.register_fake("engine::norm", torch.empty_like, lib=LIBRARY)
 
 
 class Decoder(torch.nn.Module):
-    """`change` is what a fault adds after the layers."""
+    """`change` is what a fault adds after the layers; numbers that it chooses are the result."""
 
     def __init__(self, change=lambda model, x: x):
         super().__init__()
@@ -79,7 +79,8 @@ class Decoder(torch.nn.Module):
             out = torch.empty_like(x)
             torch.ops.engine.attend(x, out, f"l{number}")
             x = functional.silu(out)
-        return self.down(self.change(self, torch.ops.engine.norm(x)))
+        x = self.change(self, torch.ops.engine.norm(x))
+        return self.down(x) if x.is_floating_point() else x
 
 
 @dataclass
@@ -91,7 +92,8 @@ class Engine:
     keeps_padding: tuple[str, ...] = ()
 
     def __post_init__(self):
-        self.pool = torch.zeros(3 * (DUMP + 1), HIDDEN)
+        dtype = self.model.down.weight.dtype
+        self.pool = torch.zeros(3 * (DUMP + 1), HIDDEN, dtype=dtype)
         self.layers = {f"l{n}": SimpleNamespace(kv=self.kv(n)) for n in range(2)}
         self.slots = torch.full((REQUESTS,), DUMP)
         self.table = torch.full((REQUESTS, OWN), DUMP)
@@ -114,7 +116,7 @@ class Engine:
 
     def step(self, number, size):
         def metadata(decision):
-            self.number = number
+            self.number, self.size = number, size
             self.change(self, number)
             filled = self.fill(decision.descriptor.num_tokens, size, number % OWN)
             return KNOBS.get("metadata", lambda it, filled, number: filled)(self, filled, number)

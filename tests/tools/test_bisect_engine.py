@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from piecegraph import Config
-from piecegraph.runtime.parts.proof import row_mixing
+from piecegraph import Config, prepare
 from piecegraph.tools.bisect import bisect
 
 sys.path.append(str(Path(__file__).parent))
-from faulty_engine import HIDDEN, SCALES, Decoder, Engine, changed_process, from_step
+from faulty_engine import HIDDEN, OWN, SCALES, SIZES, Decoder, Engine, changed_process, from_step
 
 pytestmark = pytest.mark.compile
 
@@ -39,6 +38,16 @@ class Fault:
     settings: dict[str, Any] = field(default_factory=dict)
     keeps_padding: tuple[str, ...] = ()
     true: str = ""
+
+
+@dataclass(frozen=True)
+class Control:
+    """A model that is right, and how it is run."""
+
+    what: str
+    model: Callable[..., Any] | None = None
+    how: dict[str, Any] = field(default_factory=dict)
+    keeps_padding: tuple[str, ...] = ()
 
 
 def swap_experts(engine):
@@ -200,28 +209,77 @@ QUICK = (
     "padding keeps the slots of a larger step", "a fast path of the model is wrong",
 )  # fmt: skip
 """Faults of every run of the tests."""
+
+
+def chosen(model, x):
+    """Two rows of the head are nearly equal, so that rounding may decide."""
+    scores = x @ torch.stack([x.new_ones(HIDDEN), x.new_ones(HIDDEN) * 1.0001]).T.to(x.dtype)
+    return torch.cat([scores, model.down(x)], -1).argmax(-1)
+
+
+def in_int8(model, x):
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-3) / 127
+    return (x / scale).round().to(torch.int8).to(x.dtype) * scale
+
+
+def in_float8(model, x):
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def routed(model, x):
+    """All experts have nearly the same score."""
+    weight, expert = (1 + (x @ model.down.weight.T)[:, :2] * 1e-3).softmax(-1).max(-1)
+    both = torch.stack([each(x) for each in model.experts], 1)
+    return x + weight[:, None] * both[torch.arange(len(x)), expert]
+
+
+def ordered(model, x):
+    return x.sort(-1).values.cumsum(-1) + x.topk(2, -1).values.sum(-1, keepdim=True)
+
+
+BFLOAT16 = {"dtype": torch.bfloat16}
+INDUCTOR = {**BFLOAT16, "compiler": "inductor"}
 CONTROLS = [
-    Fault("the engine", ()),
-    Fault("close choices and sorts", (), model=lambda model, x: x.sort(-1).values.cumsum(-1)),
-    Fault("padding keeps the lengths of a larger step", (), keeps_padding=("lens",)),
-    Fault("a buffer that real rows alone write", (),
-          model=lambda model, x: x + model.seen.clone()),
-]  # fmt: skip
+    Control("a near tie", chosen, BFLOAT16),
+    Control("rounding to int8", in_int8, BFLOAT16),
+    Control("rounding to float8", in_float8, BFLOAT16),
+    Control("ties of a router", routed, BFLOAT16),
+    Control("sorts and sums", ordered, BFLOAT16),
+    Control("a near tie", chosen),
+    Control("sorts and sums", ordered),
+    Control("a near tie", chosen, INDUCTOR),
+    Control("rounding to int8", in_int8, INDUCTOR),
+    Control("ties of a router", routed, INDUCTOR),
+    Control("the engine"),
+    Control("the engine", how=BFLOAT16),
+    # of this suite
+    Control("padding keeps the lengths of a larger step", keeps_padding=("lens",)),
+    Control("a buffer that real rows alone write", lambda model, x: x + model.seen.clone()),
+]
+"""With the steps of the engine that `test_the_engine_itself_is_proved` proves, the thirteen runs in
+which the audit found no false alarm, and two more."""
 
 
-def find(fault, monkeypatch, compiler="eager"):
-    # `prepare` never pads a model that mixes rows; these are to be padded
-    monkeypatch.setattr(row_mixing, "known_mixed_rows", lambda *_, **__: [])
-    config = Config(
+def config_of(compiler, **settings):
+    return Config(
         splitting_ops=("engine::attend",),
         inputs={"ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
         max_num_tokens=16, max_num_reqs=16, capture_sizes=(4, 8), compiler=compiler,
-        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, cache=False, **fault.settings,
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, cache=False, **settings,
     )  # fmt: skip
+
+
+def find(fault, monkeypatch, compiler="eager", dtype=torch.float32):
+    # `prepare` never pads a model that mixes rows; these are to be padded
+    found = "piecegraph.runtime.parts.proof.row_mixing.known_mixed_rows"
+    monkeypatch.setattr(found, lambda *_, **__: [])
     EXPERTS.clear()
     with changed_process(**fault.knobs):
-        engine = Engine(Decoder(fault.model), fault.change, fault.keeps_padding)
-        return bisect(engine.case(config))
+        model = Decoder(fault.model)
+        for expert in model.experts:
+            expert.requires_grad_(False).to(dtype)
+        engine = Engine(model.to(dtype), fault.change, fault.keeps_padding)
+        return bisect(engine.case(config_of(compiler, **fault.settings)))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +295,36 @@ def test_a_fault_of_an_engine(fault, monkeypatch):
     assert not [text for text in FALSE if text in rest and text not in allowed], line
 
 
-@pytest.mark.parametrize("control", CONTROLS, ids=lambda fault: fault.what)
+@pytest.mark.parametrize(
+    "control",
+    [
+        pytest.param(
+            c, id=f"{c.what} {' '.join(map(str, c.how.values()))}".strip(),
+            marks=[pytest.mark.heavy] * bool(c.model or c.how),
+        )
+        for c in CONTROLS
+    ],
+)  # fmt: skip
 def test_an_engine_that_is_right(control, monkeypatch):
-    assert find(control, monkeypatch) is None
+    right = Fault(
+        control.what, (), model=control.model or (lambda model, x: x),
+        keeps_padding=control.keeps_padding,
+    )  # fmt: skip
+    assert find(right, monkeypatch, **control.how) is None
+
+
+def test_the_engine_itself_is_proved():
+    """Each of its steps, in graphs of both kinds."""
+    engine, shadow = Engine(Decoder()), {"every": 1, "share": 1.0}
+    case = engine.case(config_of("eager", shadow=shadow), SIZES * 2)
+    prepared = prepare(case.model, case.config, layers=case.layers)
+    prepared.prove_with(
+        lambda metadata, decision: (engine.size, engine.number % OWN),
+        lambda kept, decision: engine.fill(decision.descriptor.num_tokens, *kept),
+    )
+    prepared.capture(case.capture_metadata)
+    for step in case.steps:
+        prepared(*step.args, batch=step.batch, metadata=step.metadata)
+    facts = prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+    assert sum(row["count"] for row in facts["proved"]) == len(case.steps)
