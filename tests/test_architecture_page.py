@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import piecegraph as pg
+from tests.compile.starts import use_text_compiler
 
 ROOT = Path(pg.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -67,6 +68,7 @@ def walked(tmp_path_factory):
         max_num_reqs=8,
         capture_sizes=(4,),
         cache_dir=tmp_path_factory.mktemp("cache"),
+        compiler="text",
     )
     made = []
 
@@ -74,7 +76,9 @@ def walked(tmp_path_factory):
         made.append(pg.prepare(Model(), config))
         made[0].capture()
 
-    start_calls = calls(start)
+    with pytest.MonkeyPatch.context() as patch:
+        use_text_compiler(patch)
+        start_calls = calls(start)
     (prepared,) = made
     x, batch = torch.randn(3, 8), pg.Batch(3, 3, is_decode=True, query_len=1)
 

@@ -35,6 +35,7 @@ from .runs import (
     wait_for_threads,
 )
 
+Scene = Callable[[Ranks, Path], PreparedModel]
 POLLED = (Batch(1, 1),) * 16
 """Steps after which ranks compare whether work beside the steps is over."""
 BOTH = "FULL_AND_PIECEWISE"
@@ -151,21 +152,28 @@ def switch_that_is_awaited(ranks: Ranks, folder: Path) -> PreparedModel:
     return prepared
 
 
-SCENES: tuple[Callable[[Ranks, Path], PreparedModel], ...] = (
+SCENES: tuple[Scene, ...] = (
     delayed_captures, lazy_captures_and_evictions, memory_limit_probes, warm_up, captures_again,
     capture_that_fails_on_one_rank, shadow, not_compiled, verification, verification_that_refuses,
     verification_that_refuses_on_one_rank, switch_between_steps, switch_that_is_awaited,
 )  # fmt: skip
 
+SOME = (
+    delayed_captures, lazy_captures_and_evictions, memory_limit_probes, captures_again,
+    capture_that_fails_on_one_rank, verification_that_refuses_on_one_rank, switch_that_is_awaited,
+)  # fmt: skip
+"""Those of `make test`; all are played by `make heavy`."""
 REPORTED = delayed_captures
 """The scene after which report and metrics are recorded, too."""
 
 
-def of_two_ranks() -> tuple[str, dict[str, Any]]:
-    """The topics of all scenes as text, and what one rank reports after `REPORTED`."""
+def of_two_ranks(
+    played: tuple[Scene, ...] = SCENES,
+) -> tuple[str, dict[str, Any]]:
+    """The topics of these scenes as text, and what one rank reports after `REPORTED`."""
     with tempfile.TemporaryDirectory() as folder:
         fork = multiprocessing.get_context("fork").Process
-        ranks = [fork(target=_run, args=(rank, Path(folder))) for rank in (0, 1)]
+        ranks = [fork(target=_run, args=(rank, Path(folder), played)) for rank in (0, 1)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -178,12 +186,12 @@ def of_two_ranks() -> tuple[str, dict[str, Any]]:
     return "\n".join(line for lines in scenes for line in lines), outcomes[0]["report"]
 
 
-def _run(rank: int, folder: Path) -> None:
+def _run(rank: int, folder: Path, played: tuple[Scene, ...]) -> None:
     """A forked rank. Writes the topics of each scene, or the error that ended it."""
     outcome: dict[str, Any] = {"topics": {}}
     try:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-        for scene in SCENES:
+        for scene in played:
             name = scene.__name__.replace("_", " ")
             ranks = Ranks(timeout_s=60)
             outcome["topics"][name] = noted = _noting(ranks)

@@ -1,6 +1,7 @@
 """Print goldens, record them with `--write`, or print each dispatch decision with `--rows`.
 
 `python -m tests.goldens.record [--write] [FILE…]`, in the root of the repository. Without FILE all.
+With `--some` only some scenes of ranks are played.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def of_runs() -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIECEGRAPH_OFF", "")
         use_text_compiler(patch)
-        topics, of_ranks = exchanges.of_two_ranks()
+        scenes = exchanges.SOME if "--some" in sys.argv else exchanges.SCENES
+        topics, of_ranks = exchanges.of_two_ranks(scenes)
         results = {**runs.reports(), "two ranks": of_ranks}
     return {"runs.json": "\n".join(_narrow(results)) + "\n", "exchanges.txt": topics}
 

@@ -111,6 +111,7 @@ def test_captures_that_fail_without_a_change_are_an_error(scaling):
         check_keys(dataclasses.replace(scaling, capture_metadata=lambda descriptor, mode: None))
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_the_commands_check_the_reference_engine(capsys):
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "3"]
     options = [*small, "--backend", "eager", "--no-cache", "--capture-sizes", "1,4"]

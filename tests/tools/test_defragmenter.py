@@ -90,7 +90,10 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
         {"mode": "full-and-piecewise", "verify": "all"},
         {"mode": "full-decode-only", "strategy": "lazy", "kv_blocks": 80},  # it preempts
         {"speculate": 2, "max_num_tokens": 24},
-        {"buckets": "linear", "strategy": "lazy", "capture_sizes": None, "max_num_tokens": 32},
+        pytest.param(
+            {"buckets": "linear", "strategy": "lazy", "capture_sizes": None, "max_num_tokens": 32},
+            marks=pytest.mark.heavy,
+        ),
     ],
     ids=str,
 )

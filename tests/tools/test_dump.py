@@ -38,7 +38,7 @@ def test_graphs_and_stitched_code_are_readable_files(result, tmp_path):
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_an_edit_of_the_generated_code_is_used(result, tmp_path):
     assert result("inductor").eq(4).all()
     (folder,) = tmp_path.glob("inductor_*")

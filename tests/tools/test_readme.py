@@ -76,13 +76,6 @@ def test_a_make_target_exists_and_its_recipe_can_be_expanded(command):
     assert done.stdout
 
 
-def test_every_link_to_a_file_leads_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    files = [link for link in links if "://" not in link]
-    assert files
-    assert [link for link in files if not (ROOT / link).exists()] == []
-
-
 def test_the_numbers_of_versions_contracts_and_requests_are_those_of_the_project():
     """Those of starts come from a recorded result: docs/generate.py."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -143,15 +143,15 @@ def served_one_by_one():
     return served(mode="none", max_num_reqs=1)
 
 
-MODES = ("none", "piecewise", "full-decode-only", "full-and-piecewise")
-
-
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize(
     "options",
     [
-        *({"mode": m, "strategy": s} for m in MODES for s in ("eager", "delayed", "lazy")),
+        {"mode": "none"},
+        {"mode": "piecewise", "strategy": "lazy"},
+        {"mode": "full-decode-only", "strategy": "delayed"},
+        {"mode": "full-and-piecewise"},
         {"max_num_reqs": 8, "max_num_tokens": 64},
         {"kv_blocks": 76, "block_size": 2},  # it preempts
         {"speculate": 2, "max_num_tokens": 24},

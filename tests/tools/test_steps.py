@@ -129,6 +129,7 @@ def test_a_file_without_steps_is_refused(content, tmp_path):
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("traced_once")
 def test_the_command_records_and_replays(tmp_path, capsys):
     from piecegraph.tools.cli.app import main
 
