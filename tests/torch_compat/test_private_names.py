@@ -37,23 +37,36 @@ def is_private_path(names):
     return names[:1] == ["torch"] and names[1:2] != ["ops"] and any(map(is_private, names))
 
 
-def private_uses(source):
-    """Lines that use a private name of torch, and the name."""
-    for node in ast.walk(ast.parse(source)):
+def private_paths(source):
+    """Private names of torch that `source` imports, or reaches from what it imports."""
+    tree = ast.parse(source)
+    paths, local = set[str](), {"torch": "torch"}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if is_private_path(alias.name.split(".")):
-                    yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            for alias in node.names:
-                if is_private_path([*node.module.split("."), alias.name]):
-                    yield node.lineno, f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Attribute):
-            names = chain(node)
-            if is_private_path(names) or node.attr in PRIVATE_ATTRIBUTES:
-                yield node.lineno, ".".join(names or [node.attr])
-            elif names[-2:] == ["node", "expr"] or names[-2:] == ["node", "shape_env"]:
-                yield node.lineno, ".".join(names)
+            paths |= {alias.name for alias in node.names}
+            local |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = {alias.asname or alias.name: alias.name for alias in node.names}
+            local |= {mine: f"{node.module}.{name}" for mine, name in names.items()}
+    reached = (chain(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    paths |= {
+        ".".join([local[names[0]], *names[1:]]) for names in reached if local.keys() & names[:1]
+    }
+    return {path for path in paths | set(local.values()) if is_private_path(path.split("."))}
+
+
+def private_uses(source):
+    """Private names of torch that `source` uses, and private attributes of its objects."""
+    chains = [
+        chain(node) or [node.attr]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+    ]
+    of_objects = [names for names in chains if names[-1] in PRIVATE_ATTRIBUTES]
+    of_objects += [
+        names for names in chains if names[-2:] in (["node", "expr"], ["node", "shape_env"])
+    ]
+    return private_paths(source) | {".".join(names) for names in of_objects}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +84,7 @@ def private_uses(source):
     ],
 )
 def test_private_names_are_found(code):
-    assert list(private_uses(code))
+    assert private_uses(code)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +92,15 @@ def test_private_names_are_found(code):
     ["torch.__version__", "torch.ops.aten._softmax", "self._expression", "from .torch import _x"],
 )
 def test_public_names_are_not(code):
-    assert not list(private_uses(code))
+    assert not private_uses(code)
 
 
 def test_private_names_of_torch_are_used_in_torch_compat_only(package_sources):
     found = [
-        f"{name}:{line} {used}"
+        f"{name}: {used}"
         for name, path in sorted(package_sources.items())
         if not name.startswith("torch_compat/")
-        for line, used in private_uses(path.read_text())
+        for used in private_uses(path.read_text())
     ]
     assert not found
 
@@ -107,24 +120,6 @@ def test_each_public_function_of_torch_compat_has_a_test(package_sources):
         text = "".join(file.read_text() for file in Path(__file__).parent.glob(tests))
         missing += [f"{path.stem}.{function}" for function in public if function not in text]
     assert not missing
-
-
-def private_paths(source):
-    """Private names of torch that `source` imports, or reaches from what it imports."""
-    tree = ast.parse(source)
-    paths, local = set[str](), {"torch": "torch"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            paths |= {alias.name for alias in node.names}
-            local |= {alias.asname: alias.name for alias in node.names if alias.asname}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = {alias.asname or alias.name: alias.name for alias in node.names}
-            local |= {mine: f"{node.module}.{name}" for mine, name in names.items()}
-    reached = (chain(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    paths |= {
-        ".".join([local[names[0]], *names[1:]]) for names in reached if local.keys() & names[:1]
-    }
-    return {path for path in paths | set(local.values()) if is_private_path(path.split("."))}
 
 
 def exists(path):
