@@ -3,6 +3,8 @@
 An unsound one is right only for some sizes; the line that makes it so is marked.
 """
 
+import inspect
+
 import torch
 from torch.nn import functional as F
 
@@ -197,46 +199,6 @@ def repeated(m, x):
     return m.linear(x).repeat_interleave(3, 0)
 
 
-UNSOUND = [
-    multiple_of_128,
-    one_token,
-    at_least_two,
-    more_than_four,
-    large_batch,
-    even,
-    not_seventeen,
-    asserted,
-    checked,
-    checked_remainder,
-    squeezed,
-    squeezed_away,
-    broadcast,
-    unrolled,
-    fixed_rows,
-    last_five,
-    halves,
-    as_number,
-]
-SOUND = [
-    linear,
-    mean,
-    softmax_over_tokens,
-    first_half,
-    at_most_four,
-    first_hundred,
-    six_rows,
-    all_but_five,
-    scaled_by_size,
-    positions,
-    doubled,
-    sorted_,
-    causal,
-    padded,
-    heads,
-    last_row,
-    rounded_up,
-    true_for_all,
-    below_the_limit,
-    chosen_by_data,
-    repeated,
-]
+BODIES = [each for each in list(globals().values()) if inspect.isfunction(each)]
+UNSOUND = [body for body in BODIES if MARK in inspect.getsource(body)]
+SOUND = [body for body in BODIES if body not in UNSOUND]

@@ -9,7 +9,7 @@ from piecegraph.compile.ir.plan import CallStep, PieceStep
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting, UnknownSplittingOp
 
-from .models import Body, X
+from .models import Body, X, assert_right
 
 pytestmark = pytest.mark.compile
 
@@ -24,10 +24,7 @@ def cut(compiled):
     def cut_(body, **settings):
         model = Body(body)
         made = compiled(model, inputs=X, **({"splitting_ops": ALL} | settings))
-        for size in (1, 3, 64):
-            x = torch.randn(size, 8)
-            with torch.no_grad():
-                torch.testing.assert_close(made(x.clone()), model(x.clone()))
+        assert_right(made, model, (1, 3, 64))
         return made.plan
 
     return cut_
@@ -284,9 +281,7 @@ def test_last_piece_that_only_has_effects(compiled):
 
     model, plain = Remember(), Remember()
     made = compiled(model, inputs=X, splitting_ops=ALL)
-    for size in (3, 1):
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(made(x), plain(x))
+    assert_right(made, plain, (3, 1))
     torch.testing.assert_close(model.seen, plain.seen)
     assert kinds(made.plan) == "pcp"
 

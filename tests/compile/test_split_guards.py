@@ -19,7 +19,7 @@ from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
 
 from . import starts
-from .models import MIX, Body, X, marked_line
+from .models import MIX, Body, X, assert_right, marked_line
 from .size_models import MARK, heads, multiple_of_128
 from .starts import use_text_compiler
 from .test_guarded_models import OfRequests
@@ -57,9 +57,7 @@ def spans(made):
 
 
 def check(made, model, sizes=BOUNDARIES):
-    for size in sizes:
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(made(x), model(x))
+    assert_right(made, model, sizes)
 
 
 def test_a_tile_table_has_one_trace_for_each_of_its_rows(compiled):
@@ -298,7 +296,5 @@ def test_weights_of_all_traces_are_bound(compiled):
     model, plain = Counting(), Counting()
     made = compiled(model, inputs=X, tracing=SPLIT)
     assert {w.target: w.written for w in made.plan.weights} == {"few": True, "many": True}
-    for size in (3, 20, 8, 9):
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(made(x), plain(x))
+    assert_right(made, plain, (3, 20, 8, 9))
     torch.testing.assert_close(model.few, plain.few)
