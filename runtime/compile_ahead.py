@@ -42,7 +42,7 @@ def compile_ahead(
     not be loaded into meanwhile. `prepare` of the loaded model finds the bundle.
     `executor` builds them beside this process, as that of `prepare`.
     It also keeps what padding reaches, for which pieces run. In the main thread no step may run
-    meanwhile; in others only pieces run that draw no random numbers and write nothing that stays.
+    meanwhile; in others pieces run only on a CPU, and only if a step cannot see it.
     If a piece cannot have a library it returns False, emits the reason as an event and leaves the
     bundle unchanged. Raises what `prepare` raises.
     """

@@ -72,8 +72,11 @@ def known_mixed_rows(
 def keep_beside_steps(
     cache: Cache, compiled: CompiledModel, device: torch.device, **asked: Any
 ) -> Iterable[RowsMixed | str]:
-    """As `known_mixed_rows`, in a thread beside steps; nothing if a run could be seen by them."""
-    if asked["forward"] is not None or _key(compiled, **asked) is None:
+    """As `known_mixed_rows`, in a thread beside steps; nothing if a run could be seen by them.
+
+    The memory of a device is the engine's, and what a step needs of it must not be taken.
+    """
+    if device.type != "cpu" or asked["forward"] is not None or _key(compiled, **asked) is None:
         return ()
     sizes = any_sizes(compiled.plan)
     steps = _by_piece(compiled.plan).values()

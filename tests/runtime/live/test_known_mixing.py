@@ -9,7 +9,7 @@ import torch
 
 from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.runtime.parts.proof import row_mixing, row_trials
-from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
+from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows, keep_beside_steps
 from piecegraph.runtime.parts.proof.row_trials import Trials
 from tests.compile.starts import use_text_compiler
 
@@ -193,3 +193,13 @@ def test_compile_ahead_runs_beside_steps_only_what_computes(
         else:
             assert compile_ahead(*given)
         assert bool(looked) == (isinstance(model, Draws) <= (not beside))
+
+
+def test_a_device_is_left_to_the_steps_beside(prepare_live, looked):
+    prepared = prepare_live(Model()).prepared
+    looked.clear()
+    for device in ("cuda", "cpu"):
+        given = prepared._core.environment.cache, prepared.compiled, torch.device(device)
+        sizes = {"captured": {3, 8}, "size": "num_tokens", "sentinels": {}, "forward": None}
+        keep_beside_steps(*given, **sizes)
+        assert bool(looked) == (device == "cpu")
