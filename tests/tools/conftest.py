@@ -6,11 +6,15 @@ the real rows. So the engine's side of a step is tested by itself.
 
 from __future__ import annotations
 
+import io
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 
 from piecegraph import (
     AttentionSupport,
@@ -30,9 +34,41 @@ from piecegraph.tools.engine.model import Decoder
 from piecegraph.tools.engine.scheduler import Request, Scheduler
 from piecegraph.tools.engine.serving_log import Clock
 from piecegraph.tools.serve import run
+from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.requests import read_requests
 from tests.compile.starts import use_text_compiler
 
 SIZES = (1, 2, 4, 8)
+
+ONE_LAYER = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
+
+
+class Started(NamedTuple):
+    """The reference engine with the library, ready to serve its requests."""
+
+    service: Any
+    requests: list
+    console: Console
+
+    def serve(self):
+        """The tokens of each request."""
+        run.serve(self.service, self.requests, self.console)
+        return [request.tokens for request in self.requests]
+
+
+@contextmanager
+def started(**options):
+    """A small engine with these options of `piecegraph run`."""
+    small = {
+        "model": ONE_LAYER, "requests": 6, "length_scale": 0.1, "max_num_reqs": 3,
+        "max_num_tokens": 12, "capture_sizes": "1,2,4,8", "backend": "eager", "no_cache": True,
+        "verify": "none",
+    }  # fmt: skip
+    given = read_run_options(**small | options)
+    requests, console = read_requests(given), Console(file=io.StringIO())
+    with run.start_service(given, requests, [], console) as service:
+        yield Started(service, requests, console)
+
 
 LIBRARY_REPORT = {
     "startup": {

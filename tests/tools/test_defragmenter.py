@@ -1,19 +1,15 @@
 """Blocks move down between steps; every request finds in them what it found before."""
 
-import io
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.defragmenter import SIZES, Defragmenter
 from piecegraph.tools.engine.kv_cache import LayerCache
-from piecegraph.tools.serve import run as main_job
-from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
+
+from .conftest import ONE_LAYER, started
 
 
 def make(num_blocks, threshold):
@@ -99,16 +95,10 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
 )
 def test_tokens_and_graphs_are_those_without_it(options):
     served = {}
+    options = {"requests": 12, "temperature": "0,1", "block_size": 2, **options}
     for threshold in (None, 0):
-        given_options = {
-            "model": "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32",
-            "requests": 12, "length_scale": 0.1, "max_num_reqs": 3, "max_num_tokens": 12,
-            "capture_sizes": "1,2,4,8", "backend": "eager", "no_cache": True, "verify": "none",
-            "temperature": "0,1", "block_size": 2, "defragment": threshold,
-        }  # fmt: skip
-        given = read_run_options(**given_options | options)
-        requests, console = read_requests(given), Console(file=io.StringIO())
-        with main_job.start_service(given, requests, [], console) as service:
+        with started(model=f"{ONE_LAYER},layers=2", defragment=threshold, **options) as engine:
+            service = engine.service
             blocks, defragmenter = service.engine.scheduler.blocks, service.engine.defragmenter
             if defragmenter is not None:
                 run = defragmenter.run
@@ -118,10 +108,10 @@ def test_tokens_and_graphs_are_those_without_it(options):
                     assert blocks.gaps == 0
 
                 defragmenter.run = run_and_look
-            main_job.serve(service, requests, console)
+            tokens = engine.serve()
             steps = [(step.mode, step.padded_tokens) for step in service.engine.log.steps]
             captured = [record["graph_index"] for record in service.prepared.report()["captures"]]
-            served[threshold] = [request.tokens for request in requests], steps, captured
+            served[threshold] = tokens, steps, captured
             assert service.verification.ok
             if defragmenter is not None:
                 assert len(defragmenter.swaps) > 3

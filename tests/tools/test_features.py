@@ -1,6 +1,5 @@
 """What dispatch decides, in the reference engine: adapters, drafts, sizes, buckets, ranks."""
 
-import io
 import json
 import subprocess
 import sys
@@ -9,18 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
-from piecegraph.tools.serve.run import serve, start_service
+
+from .conftest import ONE_LAYER, started
 
 pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("traced_once")]
 
-SMALL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
-OPTIONS = ["--model", SMALL, "--backend", "eager", "--no-cache", "--verify", "all"]
+OPTIONS = ["--model", ONE_LAYER, "--backend", "eager", "--no-cache", "--verify", "all"]
 
 
 @pytest.fixture
@@ -66,14 +63,10 @@ def test_the_report_suggests_sizes_for_the_steps_of_the_shipped_trace(run):
 
 def outputs(mode, **options):
     """What each step returned, and the tokens of each request; no step is padded."""
-    given = read_run_options(
-        model=SMALL, requests=6, length_scale=0.1, max_num_reqs=3, max_num_tokens=12, mode=mode,
-        capture_sizes=",".join(map(str, range(1, 13))), backend="eager", no_cache=True,
-        verify="none", **options,
-    )  # fmt: skip
-    requests, console, found = read_requests(given), Console(file=io.StringIO()), []
-    with start_service(given, requests, [], console) as service:
-        run, modes = service.engine.run, Counter()
+    found, modes = [], Counter()
+    sizes = ",".join(map(str, range(1, 13)))
+    with started(mode=mode, capture_sizes=sizes, **options) as engine:
+        run = engine.service.engine.run
 
         def recorded(decision, *inputs, metadata):
             result = run(decision, *inputs, metadata=metadata)
@@ -82,9 +75,8 @@ def outputs(mode, **options):
             found.append(result.clone())
             return result
 
-        service.engine.run = recorded
-        serve(service, requests, console)
-    return found, [request.tokens for request in requests], modes
+        engine.service.engine.run = recorded
+        return found, engine.serve(), modes
 
 
 @pytest.mark.parametrize("feature", ["speculate", "lora"])

@@ -1,23 +1,22 @@
 """An engine with one step in flight serves the same tokens, on work that is delayed."""
 
 import functools
-import io
 import itertools
 
 import pytest
-from rich.console import Console
 
 from piecegraph import ReplayBackend, ReplayOptions, prepare
 from piecegraph.errors import InvalidSetting, RewrittenEarly
 from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
 from piecegraph.torch_compat.basics.tensors import last_modes
+
+from .conftest import ONE_LAYER, started
 
 pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("traced_once")]
 
-SMALL = "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
+SMALL = f"{ONE_LAYER},layers=2"
 MODES = ["none", "piecewise", "full-decode-only", "full-and-piecewise"]
 FEATURES = [
     {},
@@ -41,20 +40,11 @@ def served(monkeypatch):
     def serve(mode, *, replay=None, change=None, **options):
         backend = ReplayBackend(ReplayOptions(poison_before_replay=True, **(replay or {})))
         monkeypatch.setattr(main_job, "prepare", functools.partial(prepare, backend=backend))
-        given = read_run_options(
-            **{
-                "model": SMALL, "requests": 6, "length_scale": 0.1, "max_num_reqs": 3,
-                "max_num_tokens": 12, "mode": mode, "capture_sizes": "1,2,4,8",
-                "backend": "eager", "no_cache": True, "verify": "none", **options,
-            }
-        )  # fmt: skip
-        requests, console = read_requests(given), Console(file=io.StringIO())
-        with main_job.start_service(given, requests, [], console) as service:
+        with started(**{"model": SMALL, "mode": mode, **options}) as engine:
             if change is not None:
-                change(service.engine)
-            main_job.serve(service, requests, console)
-            steps = service.engine.log.steps
-            return [request.tokens for request in requests], steps, backend
+                change(engine.service.engine)
+            tokens = engine.serve()
+            return tokens, engine.service.engine.log.steps, backend
 
     yield serve
     assert last_modes() == (None, None)

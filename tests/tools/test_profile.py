@@ -16,6 +16,8 @@ from piecegraph.tools.explain.graph_nodes import (
 )
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
+from .conftest import started
+
 
 def event(cat, name, ts, dur, tid=1, **args):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
@@ -148,17 +150,8 @@ def test_kernels_belong_to_the_operator_that_launches_them(tmp_path):
 
 @pytest.fixture
 def make_decoder():
-    from piecegraph.tools.cli.run_commands import stderr
-    from piecegraph.tools.serve.options import read_run_options
-    from piecegraph.tools.serve.requests import read_requests
-    from piecegraph.tools.serve.run import start_service
-
-    options = read_run_options(
-        model="layers=2,hidden=16,heads=2,vocab=32", requests=1, backend="eager", no_cache=True,
-        capture_sizes="2",
-    )  # fmt: skip
-    with start_service(options, read_requests(options), [], stderr()) as service:
-        prepared = service.prepared
+    with started(model="layers=2,hidden=16,heads=2,vocab=32", capture_sizes="2") as engine:
+        service, prepared = engine.service, engine.service.prepared
 
         def step(batch):
             decision = prepared.dispatch(batch)

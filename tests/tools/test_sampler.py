@@ -1,6 +1,5 @@
 """Draws follow the softmax, and depend on a request's seed and place alone."""
 
-import io
 import math
 from functools import cache
 
@@ -8,14 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.engine.sampler import WARMED, Sampler, _filtered
 from piecegraph.tools.engine.scheduler import SamplingParams
-from piecegraph.tools.serve import run
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
+
+from .conftest import started
 
 CPU, DRAWS = torch.device("cpu"), 10_000
 SCORES = [math.sin(7 * token) * 3 for token in range(40)] + [2.5, 2.5]
@@ -121,21 +120,11 @@ def test_a_value_out_of_range_is_an_error():
         SamplingParams(top_p=0)
 
 
-SMALL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
-
-
 def served(**options):
     """The tokens of each request of the trace, with mixed settings."""
-    given_options = {
-        "model": SMALL, "requests": 8, "length_scale": 0.1, "max_num_reqs": 4,
-        "max_num_tokens": 12, "capture_sizes": "1,2,4,8", "backend": "eager", "no_cache": True,
-        "verify": "none", "temperature": "0,0.7,1.5", "top_k": "0,20", "top_p": "0.9,1",
-    }  # fmt: skip
-    given = read_run_options(**given_options | options)
-    requests, console = read_requests(given), Console(file=io.StringIO())
-    with run.start_service(given, requests, [], console) as service:
-        run.serve(service, requests, console)
-    return [request.tokens for request in requests]
+    mixed = {"temperature": "0,0.7,1.5", "top_k": "0,20", "top_p": "0.9,1"}
+    with started(**{"requests": 8, "max_num_reqs": 4, **mixed, **options}) as engine:
+        return engine.serve()
 
 
 @cache

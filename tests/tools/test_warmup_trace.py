@@ -1,14 +1,11 @@
 """Warm-up of the reference engine does not change caches or random state."""
 
-import io
-
 import pytest
 import torch
-from rich.console import Console
 
 from piecegraph.tools.serve import run
-from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
+
+from .conftest import started
 
 
 @pytest.mark.compile
@@ -33,33 +30,18 @@ def test_kv_contents_and_random_state_are_as_before(monkeypatch):
 
     monkeypatch.setattr(run, "prepare", prepare)
     monkeypatch.setattr(run, "_warmup_tasks", fill_first)
-    options = read_run_options(
-        model="layers=2,hidden=32,heads=2,kv_heads=1",
-        requests=4,
-        length_scale=0.2,
-        capture_sizes="1,4",
-        max_num_tokens=32,
-        max_num_reqs=4,
-        backend="eager",
-        no_cache=True,
-        verify="none",
-        defragment=32,
-    )
-    requests = read_requests(options)
-    with run.start_service(options, requests, [], Console(file=io.StringIO())) as started:
-        engine = started.engine
+    options = {"max_num_tokens": 32, "max_num_reqs": 4, "capture_sizes": "1,4"}
+    with started(model="layers=2,hidden=32,heads=2,kv_heads=1", defragment=32, **options) as it:
+        engine, prepared = it.service.engine, it.service.prepared
         for now, then in zip(caches(), before["caches"], strict=True):
             assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
         assert torch.equal(torch.get_rng_state(), before["torch"])
         assert engine.log.steps == []
         done = [
-            (event.facts["kind"], event.facts["shape"])
-            for event in started.prepared.events.named("warmup")
+            (event.facts["kind"], event.facts["shape"]) for event in prepared.events.named("warmup")
         ]
-        phases = [span.name for span in started.prepared.events.phases]
-        assert started.prepared.parts.strategies.ledger.bytes("KV cache") == sum(
-            c.nbytes for c in caches()
-        )
+        phases = [span.name for span in prepared.events.phases]
+        assert prepared.parts.strategies.ledger.bytes("KV cache") == sum(c.nbytes for c in caches())
     assert [shape for kind, shape in done if kind == "sampler"] == ["0", "1", "4"]
     swaps = [shape for kind, shape in done if kind == "defragmenter"]
     assert swaps == ["8", "16", "32", "64", "128", "256", "512", "8"]
