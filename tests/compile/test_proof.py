@@ -235,9 +235,8 @@ def test_small_copy_of_a_model_that_amplifies_rounding_is_calm():
         model = transformers.AutoModel.from_config(config)
     *_, released = small.small_configs(model)
     assert (released.num_hidden_layers, released.num_kv_shared_layers) == (9, 2)
-    whole = small.build(type(model), config)
-    assert small.rounding(whole) > small.CALM
-    assert small.rounding(small.build_calm(type(model), config)) < small.CALM
+    assert small.rounding(small.build(type(model), released)) > small.CALM
+    assert small.rounding(small.build_calm(type(model), released)) < small.CALM
 
 
 def test_model_that_is_too_sensitive_is_refused_as_such(monkeypatch):

@@ -12,7 +12,7 @@ from .test_inductor import doubled
 pytestmark = pytest.mark.compile
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_code_is_generated_without_waiting_for_its_kernels(tmp_path, monkeypatch, threads):
     from torch._inductor import codecache
     from torch._inductor.async_compile import AsyncCompile

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from piecegraph.torch_compat.basics import structured_trace as trace
 from piecegraph.torch_compat.basics.structured_trace import (
     TRACE_LOGGER,
     listening,
@@ -41,27 +42,18 @@ def test_asking_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow
-def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path):
-    code = (
-        "from piecegraph.torch_compat.basics import structured_trace as trace\n"
-        "first, second = trace.new_frame(), trace.new_frame()\n"
-        "assert second == first + 1\n"
-        "assert not trace.in_compile_unit()\n"
-        "with trace.compile_unit(second, 3, [('piece', 'model.py', 7)], 2):\n"
-        "    assert trace.in_compile_unit()\n"
-        "    trace.write_artifact('one', 'string', lambda: 'text')\n"
-        "assert not trace.in_compile_unit()\n"
-        "trace.write_phase('loading', 0.5, {})\n"
-        "print(second)\n"
-    )
-    environment = {"TORCH_TRACE": str(tmp_path), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
-    )
-    (trace,) = tmp_path.iterdir()
-    (line,) = [line for line in trace.read_text().splitlines() if '"one"' in line]
-    assert f'"frame_id": {done.stdout.strip()}' in line
-    assert '"frame_compile_id": 3' in line
-    assert '"attempt": 2' in line
-    assert '"dur": 500000.0' in trace.read_text()
+def test_compile_unit_nests_artifacts_under_an_id_of_its_own():
+    first, second = trace.new_frame(), trace.new_frame()
+    assert second == first + 1
+    assert not trace.in_compile_unit()
+    heard = []
+    with listening(lambda metadata, record: heard.append((metadata, record.payload))):
+        with trace.compile_unit(second, 3, [("piece", "model.py", 7)], 2):
+            assert trace.in_compile_unit()
+            write_artifact("one", "string", lambda: "text")
+        assert not trace.in_compile_unit()
+        trace.write_phase("loading", 0.5, {})
+    (one,) = [each for each, _ in heard if each.get("artifact", {}).get("name") == "one"]
+    assert (one["frame_id"], one["frame_compile_id"], one["attempt"]) == (second, 3, 2)
+    (phase,) = [payload for each, payload in heard if "chromium_event" in each]
+    assert '"dur": 500000.0' in phase
