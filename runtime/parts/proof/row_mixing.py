@@ -12,7 +12,7 @@ inputs, padded and at the real size, and its results and what it wrote are compa
 
 What was found is kept in the cache, since looking takes longer than a warm start. It is known again
 for the same code, weights and sizes. The code is a bundle's, whose digest holds every byte of it,
-and may call no operator of others, whose kernels have no digest. Of each weight one element is
+and may call no operator of others, whose kernels have no digest. Of each weight 64 elements are
 compared: weights that are random, trained or merged differ everywhere.
 
 Each run starts from the same state: what it writes is undone. While an engine compiles beside its
@@ -25,6 +25,7 @@ company.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from .row_trials import Sizes, Trials, any_sizes
 from .without_breaks import WithoutBreaks
 
 _PADDING = 3
+
+_SAMPLED, _STEPS = 64, (7919, 104729, 1299709)
 
 KNOWN = "padding"
 """Kind of the cache entries with what was found."""
@@ -217,9 +220,17 @@ def _key(compiled: CompiledModel, **asked: Any) -> Key | None:
 
 
 def _elements(weights: Iterable[torch.Tensor]) -> bytes:
-    """The middle element of each weight."""
-    middle = [w[tuple(n // 2 for n in w.shape)] for w in weights if w.numel()]
-    parts = [each.detach().reshape(1).view(torch.uint8) for each in middle]
+    """Of each weight an element in each of `_SAMPLED` rows, in other columns."""
+    number = torch.arange(_SAMPLED, device="cpu")
+
+    @functools.cache
+    def places(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+        rows = [number * n // _SAMPLED for n in shape[:1]]
+        columns = [number * step % n for n, step in zip(shape[1:], _STEPS, strict=False)]
+        return (*rows, *columns)
+
+    sampled = (w.detach()[places(w.shape)].reshape(-1) for w in weights if w.numel())
+    parts = [each.view(torch.uint8).cpu() for each in sampled]
     return bytes(torch.cat(parts).tolist()) if parts else b""
 
 

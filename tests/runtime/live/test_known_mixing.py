@@ -69,6 +69,16 @@ def test_other_weights_are_looked_at(prepare_live, looked):
     assert looked
 
 
+@pytest.mark.parametrize("row", [0, 3, HIDDEN - 1])
+def test_weights_of_which_one_element_differs_are_looked_at(prepare_live, looked, row):
+    model = Model()
+    prepare_live(model)
+    looked.clear()
+    model.layers[1].weight[row] += 1
+    prepare_live(model)
+    assert looked
+
+
 def test_kernels_of_others_are_looked_at_by_each_start(start, looked, twice_op):
     for _ in range(2):
         looked.clear()
