@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from piecegraph.errors import CompileError
+
 from . import ops as _registers  # noqa: F401
 
 X = {"x": "float32[num_tokens, 8]"}
@@ -69,6 +71,12 @@ class Products(nn.Module):
         for name in self.names:
             x = torch.ops.piecegraph_test.fresh(x @ self.weight, name)
         return x @ self.weight
+
+
+def place(error: CompileError) -> tuple[str, int]:
+    """File and line of an error."""
+    file, _, line = str(error.where).partition(" in ")[0].rpartition(":")
+    return file, int(line)
 
 
 class Layer(nn.Module):

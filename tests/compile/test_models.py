@@ -54,21 +54,17 @@ def as_plain(value):
     return [as_plain(item) for item in value]
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_pieces_are_one_more_than_layers_and_three_unique(compiled, layers):
-    made = compiled(Stack(layers), inputs=X, splitting_ops=MIX)
+@pytest.mark.parametrize(
+    ("layers", "odd", "unique"),
+    [(1, None, 2), (2, None, 3), (3, None, 3), (6, None, 3), (6, 1, 4), (6, 2, 4)],
+)
+def test_pieces_are_one_more_than_layers_and_three_unique(compiled, layers, odd, unique):
+    """A layer that differs adds what differs."""
+    made = compiled(Stack(layers, odd), inputs=X, splitting_ops=MIX)
     assert len(made.plan.piece_uses()) == layers + 1
-    assert len(made.plan.pieces) == min(layers + 1, 3)
+    assert len(made.plan.pieces) == unique
     for size in SIZES:
-        same(made, Stack(layers), torch.randn(size, 8))
-
-
-@pytest.mark.parametrize("odd", [1, 2])
-def test_a_layer_that_differs_adds_what_differs(compiled, odd):
-    made = compiled(Stack(6, odd), inputs=X, splitting_ops=MIX)
-    assert len(made.plan.piece_uses()) == 7
-    assert len(made.plan.pieces) == 4
-    same(made, Stack(6, odd), torch.randn(5, 8))
+        same(made, Stack(layers, odd), torch.randn(size, 8))
 
 
 @pytest.mark.parametrize("shapes", list(DynamicShapes))

@@ -198,6 +198,12 @@ PLANS = st.fixed_dictionaries(
 )
 
 
+def assert_results(found, expected, **tolerance):
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, equal_nan=True, **tolerance)
+
+
 @pytest.mark.parametrize("examples", [1, pytest.param(200, marks=pytest.mark.heavy)])
 def test_random_stacks(examples, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
@@ -207,10 +213,7 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
 
     def result_of(made, model):
         with torch.no_grad():
-            expected, found = copy.deepcopy(model)(x), made.compiled.link()(x)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
+            assert_results(made.compiled.link()(x), copy.deepcopy(model)(x), atol=1e-5)
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
@@ -256,9 +259,7 @@ def test_random_stacks_of_inductor_cold_and_warm(batch, tmp_path):
                 counts["raises as eager"] += 1
                 return True
             found = made.compiled.link()(x)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.allclose(one, other, atol=1e-4, rtol=1e-4, equal_nan=True), kind
+        assert_results(found, expected, atol=1e-4, rtol=1e-4)
         counts[f"{kind}: {'hit' if made.hit else 'compiled'}"] += 1
         return True
 
