@@ -2,6 +2,7 @@
 
 from ..tools.conftest import (  # noqa: F401
     code_folder,
+    configured,
     make_requests,
     make_world,
     text_compiler,

@@ -254,17 +254,39 @@ def make_requests():
 
 
 @pytest.fixture
-def text_compiler(monkeypatch):
-    """The reference engine has a compiler whose code is kept and takes no time."""
-    use_text_compiler(monkeypatch)
+def configured(monkeypatch):
+    """`configured(**settings)`: the reference engine has these settings of the library."""
     right = run.library_config
 
-    def use(**settings):
-        config = lambda *given: right(*given).changed(compiler="text", **settings)  # noqa: E731
+    def change(**settings):
+        config = lambda *given: right(*given).changed(**settings)  # noqa: E731
         monkeypatch.setattr(run, "library_config", config)
 
-    use()
-    return use
+    return change
+
+
+@pytest.fixture
+def registered():
+    """`registered(compiler)` gives the name by which a configuration asks for it."""
+    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+
+    names = []
+
+    def register(compiler):
+        names.append(f"of_a_test_{len(names)}")
+        register_backend(compiler, name=names[-1])
+        return names[-1]
+
+    yield register
+    for name in names:
+        del _COMPILER_FNS[name]
+
+
+@pytest.fixture
+def text_compiler(monkeypatch, configured):
+    """The reference engine has a compiler whose code is kept and takes no time."""
+    use_text_compiler(monkeypatch)
+    configured(compiler="text")
 
 
 @pytest.fixture(scope="session")
@@ -273,9 +295,9 @@ def code_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def traced_once(text_compiler, code_folder):
+def traced_once(text_compiler, configured, code_folder):
     """Tests of one process share the code of equal models of the reference engine."""
-    text_compiler(cache=True, cache_dir=code_folder)
+    configured(compiler="text", cache=True, cache_dir=code_folder)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from piecegraph.tools.bisect.case import first_wrong
 from piecegraph.tools.bisect.culprit import PieceSearch
 from piecegraph.tools.bisect.rerun import Rerun
 from piecegraph.tools.bisect.stages import stages
+from piecegraph.tools.cli.app import main
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -39,23 +40,6 @@ def found():
         return finding, finding.line()
 
     return find
-
-
-@pytest.fixture
-def registered():
-    """`registered(compiler)` gives the name by which a configuration asks for it."""
-    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
-
-    names = []
-
-    def register(compiler):
-        names.append(f"faulty_{len(names)}")
-        register_backend(compiler, name=names[-1])
-        return names[-1]
-
-    yield register
-    for name in names:
-        del _COMPILER_FNS[name]
 
 
 @pytest.fixture
@@ -240,8 +224,6 @@ def test_what_cannot_be_pickled_is_said(case, wrong_pass, tmp_path):
 
 @pytest.mark.heavy
 def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
-    from piecegraph.tools.cli.app import main
-
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]
     options = ["--backend", "eager", "--no-cache", "--capture-sizes", "1,2", "--steps", "3"]
     assert main(["bisect", *small, *options]) == 0
@@ -250,13 +232,8 @@ def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
     assert out[-2:] == ["FULL: right", "every stage is right"]
 
 
-def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch, wrong_pass):
-    from piecegraph.tools.cli.app import main
-    from piecegraph.tools.serve import run
-
-    right = run.library_config
-    faulty = lambda *given: right(*given).changed(compiler=wrong_pass)  # noqa: E731
-    monkeypatch.setattr("piecegraph.tools.serve.run.library_config", faulty)
+def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, configured, wrong_pass):
+    configured(compiler=wrong_pass)
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]
     assert main(["bisect", *small, "--steps", "2"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -44,37 +44,30 @@ def test_the_same_under_inductor(fault):
 
 
 @pytest.fixture
-def registered():
+def compiled_by(registered):
     """A case under a compiler of this test."""
-    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
-
-    def case(compiler):
-        register_backend(compiler, name="planted")
-        return site.case(sizes=(8, 3, 5))
-
-    with site_for("planted") as site:
-        yield case
-    del _COMPILER_FNS["planted"]
+    with site_for("eager") as site:
+        yield lambda compiler: site.case(sizes=(8, 3, 5), compiler=registered(compiler))
 
 
-def test_a_fault_at_a_size_that_no_step_has_is_found_by_the_sweep(registered):
-    finding = bisect(registered(models.wrong_at_seven))
+def test_a_fault_at_a_size_that_no_step_has_is_found_by_the_sweep(compiled_by):
+    finding = bisect(compiled_by(models.wrong_at_seven))
     assert (finding.stage, finding.step, finding.size) == ("compiler", None, 7)
     assert finding.piece is not None
     assert "no step has this size" in finding.line()
     assert "step=-" in finding.line()
 
 
-def test_what_a_sweep_covered_is_said(registered):
+def test_what_a_sweep_covered_is_said(compiled_by):
     said = []
-    assert bisect(registered(lambda graph, inputs: graph.forward), say=said.append) is None
+    assert bisect(compiled_by(lambda graph, inputs: graph.forward), say=said.append) is None
     (covered,) = [line for line in said if "compared at" in line]
     assert covered.startswith("compiler: 2 of 2 pieces compared at 1, 2, 3, 4, 5, 7, 8, 11, 13")
     assert covered.endswith("31, 32")
 
 
-def test_a_compiler_that_fails_on_a_piece_is_named_with_the_piece(registered):
-    finding = bisect(registered(models.refuses_relu))
+def test_a_compiler_that_fails_on_a_piece_is_named_with_the_piece(compiled_by):
+    finding = bisect(compiled_by(models.refuses_relu))
     assert (finding.stage, finding.piece) == ("compiler", 1)
     assert "no rule for relu" in finding.line()
 

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.serve import run
 from piecegraph.tools.steps import load_steps
 
 sys.path.append(str(Path(__file__).parent))
@@ -21,25 +19,10 @@ MODEL = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "3", "-
 SHADOW = ["--shadow", "2", "--set", "shadow.share=1.0", "--verify", "none"]
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """Let the reference engine use a compiler."""
-
-    def use(function):
-        register_backend(function, name="planted")
-        right = run.library_config
-        monkeypatch.setattr(
-            run, "library_config", lambda *given: right(*given).changed(compiler="planted")
-        )
-
-    yield use
-    del _COMPILER_FNS["planted"]
-
-
 def test_a_wrong_step_is_the_exit_status_and_its_file_names_the_operator(
-    compiler, tmp_path, capsys
+    configured, registered, tmp_path, capsys
 ):
-    compiler(models.wrong_activations)
+    configured(compiler=registered(models.wrong_activations))
     report = tmp_path / "report.json"
     command = ["run", *MODEL, *SHADOW, "--dump-dir", str(tmp_path), "--json", str(report)]
     assert main(command) == 1
@@ -54,8 +37,8 @@ def test_a_wrong_step_is_the_exit_status_and_its_file_names_the_operator(
     assert last.startswith("stage=compiler piece=1 operator=torch.nn.functional.silu (model.py:")
 
 
-def test_right_steps_are_proved_and_the_status_is_0(compiler, capsys):
-    compiler(lambda graph, inputs: graph.forward)
+def test_right_steps_are_proved_and_the_status_is_0(configured, registered, capsys):
+    configured(compiler=registered(lambda graph, inputs: graph.forward))
     assert main(["run", *MODEL, *SHADOW]) == 0
     out = capsys.readouterr().out
     assert "steps proved while serving: " in out
