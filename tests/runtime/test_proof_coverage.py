@@ -34,11 +34,12 @@ def test_each_graph_is_proved_by_its_tenth_step_and_the_rest_within_the_share(fi
         proved[graph] += 1
         coverage.spend(spent[-1], is_overdue)
         coverage.prove(graph, step)
-        if not is_overdue and len(spent) > 1:
-            assert coverage.share() <= SHARE
+        if not is_overdue and len(spent) > 1:  # what could not wait is paid back
+            assert sum(spent) <= SHARE * now[0]
         if step == 8000:
             assert len(proved) == GRAPHS
-    assert coverage.share() <= SHARE  # what could not wait is paid back
+    assert len(spent) > 2 * GRAPHS
+    assert coverage.share() == sum(spent) / now[0] <= SHARE
     assert min(proved.values()) >= max(proved.values()) - 2
 
 
