@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import overload_of
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..conditions.places import Place
@@ -90,7 +91,12 @@ def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]
     """The leaves of the model's result; its buffers and arguments stay as they are."""
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = examples.with_tensors(lambda tensor, _: tensor.clone()).call_arguments()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutOps(ops):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        without_other_ranks(),
+        _WithoutOps(ops),
+    ):
         result = torch.func.functional_call(model, copies, args, kwargs)
     return tree_leaves(result)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
 from ...torch_compat.basics.tensors import FakeTensorMode, tree_map_only
 from ...torch_compat.compiling.piece_data import inputs_mode
@@ -34,7 +35,7 @@ def numeric_difference(
     for op in map(resolve_op, cut_at):
         assert isinstance(op, OpOverload)
         calls[op] = calls[op.overloadpacket] = partial(without_step, op)
-    with ops_through(calls):
+    with ops_through(calls), without_other_ranks():
         return _difference(fn, graph, sizes)
 
 

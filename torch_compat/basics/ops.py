@@ -78,8 +78,10 @@ _MEETINGS = frozenset({COLLECTIVES, "_c10d_functional", "_dtensor", "symm_mem"})
 
 
 def is_collective(op: Any) -> bool:
-    """Whether ranks may wait for each other in `op`, an operator of `torch.distributed`."""
-    return op.namespace in _MEETINGS and not str(op).endswith("wait_tensor.default")
+    """Whether ranks may wait for each other in `op`: of `torch.distributed`, and takes a group."""
+    if op.namespace not in _MEETINGS:
+        return False
+    return any("group" in argument.name for argument in op._schema.arguments)
 
 
 def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from ....compile.ir.config import TOKENS
 from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import CheckedOps
+from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
 from .op_rows import OnlyComputes, OpRows, beyond
@@ -288,7 +289,8 @@ class Trials:
         memory = SavedMemory([weights[target] for target in kept], pointers, check=True)
         try:
             code = self.compiled.pieces[span.artifacts[self.piece]]
-            results = code(args) if ops is None else ops.interpreted(args)
+            with without_other_ranks():
+                results = code(args) if ops is None else ops.interpreted(args)
             results = [one.clone() if isinstance(one, Tensor) else one for one in results]
             after = memory.now().values()
         finally:

@@ -14,7 +14,8 @@ from ....compile.ir.locations import user_line
 from ....compile.ir.ops import FakeWrites, tensors_in, written_by
 from ....compile.ir.serialization import dtype_name
 from ....compile.plan.compiled_model import CompiledModel
-from ....torch_compat.basics.ops import OpOverload
+from ....torch_compat.basics.distributed import run_alone
+from ....torch_compat.basics.ops import OpOverload, is_collective
 from ....torch_compat.basics.tensors import (
     FakeTensorMode,
     storage_id,
@@ -158,6 +159,11 @@ class _Made(TensorTracker):
             for tensor in tensors_in(result):
                 tensor.zero_()
         return result
+
+    def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """What is compared may need more runs on one rank: none of them meets another."""
+        alone = is_collective(func)
+        return run_alone(func, args, kwargs) if alone else super().run(func, args, kwargs)
 
     def save(self, tensor: Tensor) -> None:
         """All of the storage, since another run writes other rows of it; of a large one the rows

@@ -2,12 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as collectives
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.compile.guards.tolerance import differences, precision
 from piecegraph.runtime.parts.proof.op_rows import beyond
+from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 from piecegraph.runtime.parts.proof.row_trials import other_size
+from piecegraph.torch_compat.basics.ops import is_collective
+from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 
 from ..conftest import small_config, strict_backend
 
@@ -186,6 +191,33 @@ class Attention(nn.Module):
         query = query + heads.view(-1, 4)
         torch.ops.row_mixing.attend(query, output)
         return output + 1
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += [func] * is_collective(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_pieces_with_collectives_wait_for_no_rank(tmp_path, mixes):
+    """How many runs are made depends on what this rank finds."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
+    reduced = lambda y: collectives.all_reduce(y, "sum", dist.group.WORLD)  # noqa: E731
+    try:
+        last = (lambda y: reduced(y - y.sum(0))) if mixes else reduced
+        prepared, _ = prepared_for(last, compiler="eager")
+        compiled = prepared.compiled
+        with Collectives() as ranks:
+            found = list(find_mixed_rows(compiled, torch.device("cpu"), captured=(4, 8)))
+    finally:
+        dist.destroy_process_group()
+    assert not ranks.seen
+    assert [each.size for each in found] == ["num_tokens"] * mixes
 
 
 def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows():

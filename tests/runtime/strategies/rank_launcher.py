@@ -27,6 +27,7 @@ from piecegraph.runtime.core.records import CaptureFailure, Records
 from piecegraph.runtime.forward_context import CURRENT
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
+from piecegraph.torch_compat.basics.tensors import is_faking
 
 TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0
@@ -200,6 +201,18 @@ def one_fails_at_the_end(ranks, odd):
     )
 
 
+def one_fails_in_a_comparison(ranks, odd):
+    """`prepare` cannot compare padding on the odd rank, and makes other runs there."""
+    began, failures = time.monotonic(), iter([odd])
+    _, prepared = reducing_inside(
+        ranks, lambda recorder, rows: not is_faking() and not CURRENT.get() and next(failures, 0)
+    )
+    try:
+        prepared.capture()
+    except RanksDisagree as error:
+        return [f"RanksDisagree: {error}", f"{time.monotonic() - began:.1f}"]
+
+
 def one_fails_in_warm_up(ranks, odd):
     """The first dummy run of `warm_up` fails on the odd rank; all ranks raise."""
     _, prepared = reducing_inside(ranks, lambda recorder, rows: odd and CURRENT.get())
@@ -317,7 +330,8 @@ SCENES = {
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
-        one_fails_in_a_first_run, one_fails_at_the_end, one_fails_in_warm_up, one_lacks_a_layer,
+        one_fails_in_a_first_run, one_fails_at_the_end, one_fails_in_a_comparison,
+        one_fails_in_warm_up, one_lacks_a_layer,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ SCENES = (
     "one_fails_before_a_graph-2-1", "one_fails_before_a_graph-4-2",
     "one_fails_in_a_first_run-2-1", "one_fails_in_a_first_run-4-2",
     "one_fails_at_the_end-2-1", "one_fails_at_the_end-4-2",
+    "one_fails_in_a_comparison-2-1", "one_fails_in_a_comparison-4-2",
     "one_fails_in_warm_up-2-1", "one_fails_in_warm_up-4-2",
     "one_lacks_a_layer-2-1", "one_lacks_a_layer-4-2",
 )  # fmt: skip
@@ -149,6 +150,7 @@ def test_failure_35_a_capture_that_fails_after_a_collective(outcomes, where, gra
 @pytest.mark.parametrize(
     ("name", "its_own", "why"),
     [
+        ("one_fails_in_a_comparison", "RanksDisagree: rank", "disagrees at 'start' on ends"),
         ("one_fails_in_warm_up", "RuntimeError: out of something", "out of something"),
         ("one_lacks_a_layer", "LayerMissing: ", "the forward context has no layer 'kv'"),
     ],
