@@ -1,0 +1,61 @@
+"""A second start, in another process, is right although somebody changed the program.
+
+The changes were written without looking at what conditions record.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.torch_compat.tracing.dynamo import import_dynamo
+
+from ..starts import use_text_compiler
+from .changes import CHANGES
+from .starts import in_a_child
+from .summary import outcomes
+
+pytestmark = pytest.mark.compile
+
+TESTS = Path(__file__).parents[2]
+RIGHT = {
+    "altering: refused by key or conditions",
+    "altering: found by verification",
+    "harmless: refused by key or conditions",
+    "harmless: hit and verified",
+    "not cacheable",
+    "not served",
+    "wrong without a cache",
+}
+"""Of what torch traces wrongly too, there is nothing that a bundle could be compared with."""
+
+
+@pytest.mark.parametrize("blind", [False, True], ids=["conditions", "verification"])
+@pytest.mark.heavy
+def test_nothing_is_silently_wrong_and_nothing_right_is_refused(blind, tmp_path):
+    """Hashes of strings differ between the starts."""
+    program = [sys.executable, "-m", "compile.two_starts.starts"]
+    for number in ("1", "2"):
+        environment = {**os.environ, "PIECEGRAPH_OFF": "", "PYTHONHASHSEED": number}
+        arguments = [number, str(tmp_path), *(["--blind"] if blind else [])]
+        subprocess.run([*program, *arguments], check=True, cwd=TESTS, env=environment)
+    found = outcomes(tmp_path)
+    assert sum(map(len, found.values())) == len(CHANGES)
+    assert found.keys() <= RIGHT, {kind: found[kind] for kind in found.keys() - RIGHT}
+    assert len(found["harmless: hit and verified"]) >= 35
+
+
+def test_the_runner_sees_a_stale_bundle(tmp_path, monkeypatch):
+    """No condition refuses, and verification is off."""
+    monkeypatch.setenv("PIECEGRAPH_OFF", "verification")
+    monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])
+    use_text_compiler(monkeypatch)
+    import_dynamo()  # once, and not in each child
+    (change,) = (each for each in CHANGES if each.name == "closure")
+    for number in (1, 2):
+        in_a_child(change, number, tmp_path / "closure", SimpleNamespace(compiler="text"))
+    assert outcomes(tmp_path) == {"silently wrong": ["closure"]}
