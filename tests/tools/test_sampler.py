@@ -90,6 +90,12 @@ def test_a_row_that_draws_from_all_tokens_keeps_even_the_rarest():
     assert torch.equal(_filtered(scores, torch.tensor([[3.0]]), torch.tensor([[1.0]])), scores)
 
 
+def test_tokens_beyond_top_p_are_left_out_where_the_first_ones_reach_it_exactly():
+    four = torch.zeros(1, 4)
+    kept = _filtered(four, torch.tensor([[4.0]]), torch.tensor([[0.5]]))
+    assert kept.isfinite().tolist() == [[True, True, False, False]]
+
+
 def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(monkeypatch):
     calls = []
     changed = []
