@@ -76,7 +76,7 @@ class Ranks:
         try:
             self._store.set(self._key(self._count, self.rank), stated)
             lost = self._lost_ranks()
-            answers = [] if lost else [self._answer(rank) for rank in range(self.size)]
+            answers = [] if lost else self._answers()
             if self._count > 1:  # all ranks have read it: they are at this exchange
                 self._store.delete_key(self._key(self._count - 1, self.rank))
         except RuntimeError as error:
@@ -96,9 +96,9 @@ class Ranks:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
 
-    def _answer(self, rank: int) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._store.get(self._key(self._count, rank)))
-        return answer
+    def _answers(self) -> list[dict[str, Any]]:
+        keys = [self._key(self._count, rank) for rank in range(self.size)]
+        return [json.loads(stated) for stated in self._store.multi_get(keys)]
 
     def _lost_ranks(self) -> dict[int, str]:
         """The ranks that have not stated their facts in time, and what is known of each.
