@@ -67,7 +67,7 @@ def start(change, number, folder, options):
         facts = prepared.report()["cache"]
         first = prepared(X, batch=batch)
         first = [each.clone() for each in ([first] if isinstance(first, torch.Tensor) else first)]
-        verified = prepared.wait_until_verified(240) if number == 2 else None
+        verified = prepared.wait_until_verified(120) if number == 2 else None
         second = prepared(X, batch=batch)
         wanted = model(X)
     torch.save(wanted, folder / f"wanted-{number}.pt")

@@ -11,24 +11,29 @@ from .changes import CHANGES, Change
 
 
 def outcome(change: Change, first: dict, second: dict) -> str:
-    if "error" in first or "error" in second:
+    kind = "altering" if change.alters else "harmless"
+    if "error" in first:
         return "not served"
+    if "error" in second:
+        refused = change.alters and second["error"].startswith("ModelChanged")
+        return "altering: refused by a step" if refused else "the second start fails"
     if not (first.get("without_a_cache", True) and second.get("without_a_cache", True)):
         return "wrong without a cache"
     if change.alters and not second["altered"]:
         return "nothing altered"
-    if not second["second"]:
-        return "silently wrong"
     if first["not_cacheable"]:
-        return "not cacheable"
-    kind = "altering" if change.alters else "harmless"
+        return "not cacheable" if second["second"] else "silently wrong"
     if not second["hit"]:
-        return f"{kind}: refused by key or conditions" if second["first"] else "silently wrong"
+        right = second["first"] and second["second"]
+        return f"{kind}: refused by key or conditions" if right else "silently wrong"
     if second["verified"] is True:
-        return f"{kind}: hit and verified" if second["first"] else "silently wrong"
+        right = second["first"] and second["second"]
+        return f"{kind}: hit and verified" if right else "silently wrong"
     if second["verified"] is False:
+        if not second["second"]:
+            return "silently wrong"
         return "altering: found by verification" if change.alters else "falsely refused"
-    return "not verified"
+    return "right and not verified" if second["second"] else "wrong and not verified"
 
 
 def outcomes(folder: Path) -> dict[str, list[str]]:
