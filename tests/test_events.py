@@ -74,7 +74,7 @@ def test_a_listener_that_takes_itself_off_silences_nobody():
 
 DETAILS = """
 import logging
-from piecegraph import Events
+from piecegraph.events import Events
 events = Events()
 events.detail("split_graph", lambda: 1 / 0)
 detailed = Events(detailed=True)
