@@ -15,8 +15,8 @@ def outcome(change: Change, first: dict, second: dict) -> str:
     if "error" in first:
         return "not served"
     if "error" in second:
-        refused = change.alters and second["error"].startswith("ModelChanged")
-        return "altering: refused by a step" if refused else "the second start fails"
+        refused = second["error"].startswith("ModelChanged")
+        return f"{kind}: refused by a step" if refused else "the second start fails"
     if not (first.get("without_a_cache", True) and second.get("without_a_cache", True)):
         return "wrong without a cache"
     if change.alters and not second["altered"]:

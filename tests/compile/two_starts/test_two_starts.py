@@ -25,7 +25,6 @@ TESTS = Path(__file__).parents[2]
 RIGHT = {
     "altering: refused by key or conditions",
     "altering: found by verification",
-    "altering: refused by a step",
     "harmless: refused by key or conditions",
     "harmless: hit and verified",
     "not cacheable",
@@ -33,6 +32,16 @@ RIGHT = {
     "wrong without a cache",
 }
 """Of what torch traces wrongly too, there is nothing that a bundle could be compared with."""
+
+WITHOUT_CONDITIONS = {
+    # what a step compares with the model, and what a condition refuses before it is loaded
+    "altering: refused by a step": ["order_of_bases", "attribute_appears"],
+    "harmless: refused by a step": ["counter_of_calls", "values_of_bytes_whose_length_is_read"],
+    # the graph holds the number, which has no effect in evaluation
+    "falsely refused": ["seed_of_dropout_in_evaluation"],
+    # a thread does not see another one's locals: docs/starts.md says to verify before the steps
+    "wrong and not verified": ["thread_local"],
+}
 
 
 @pytest.mark.parametrize("blind", [False, True], ids=["conditions", "verification"])
@@ -46,9 +55,8 @@ def test_nothing_is_silently_wrong_and_nothing_right_is_refused(blind, tmp_path)
         subprocess.run([*program, *arguments], check=True, cwd=TESTS, env=environment)
     found = outcomes(tmp_path)
     assert sum(map(len, found.values())) == len(CHANGES)
-    # a thread does not see another one's locals: docs/starts.md says to verify before the steps
-    assert found.pop("wrong and not verified", []) == ["thread_local"] * blind
-    assert found.keys() <= RIGHT, {kind: found[kind] for kind in found.keys() - RIGHT}
+    others = {kind: names for kind, names in found.items() if kind not in RIGHT}
+    assert others == (WITHOUT_CONDITIONS if blind else {})
     assert len(found["harmless: hit and verified"]) >= 60
 
 
