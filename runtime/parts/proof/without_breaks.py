@@ -57,6 +57,8 @@ class WithoutBreaks:
         """A name for each tensor that breaks were given."""
         self.forms: list[Shape] = []
         """Of each tensor that breaks returned or wrote."""
+        self.alike = False
+        """Whether the rows of what breaks give are all alike."""
         self.named: dict[Any, tuple[str, str | None]] = {}
         """The name of memory that was written, and the user's line that wrote it."""
 
@@ -120,9 +122,10 @@ class WithoutBreaks:
 
     def _made_up(self, like: Tensor) -> Tensor:
         """Values of the form of `like`."""
+        first = int(self.alike)
         position = sum(
             (torch.arange(n, device="cpu") * (7 * dim + 3)).view(-1, *[1] * (like.dim() - dim - 1))
-            for dim, n in enumerate(like.shape)
+            for dim, n in enumerate(like.shape[first:], first)
         )
         at = len(self.forms)
         values = torch.sin(torch.as_tensor(position, device="cpu") + at).add(1.5).expand(like.shape)

@@ -58,6 +58,11 @@ def then(y, *written):
     return y + 0
 
 
+def place(chosen):
+    """Of each row among those with the same choice."""
+    return (chosen[:, None] == torch.arange(4)).cumsum(0).gather(1, chosen[:, None])
+
+
 def ones(y):
     return torch.ones_like(y[:, 0])
 
@@ -74,6 +79,7 @@ MIXED = {
     "sorted": lambda y, m, s: y.sort(0).values,
     "gram": lambda y, m, s: y @ (y.t() @ y),
     "concatenated": lambda y, m, s: torch.cat([y, 2 * y]),
+    "an id of padding": lambda y, m, s: y * torch.where((m.ids == 0).any(), 2.0, 1.0),
     "sum from 9 rows on": lambda y, m, s: y - y.sum(0) if rows(y) > 8 else y * 1,
 }
 COUNTED = {
@@ -89,6 +95,7 @@ COUNTED = {
     "positions over rows": lambda y, m, s: y + (torch.arange(rows(y)) / rows(y))[:, None],
     "spaced": lambda y, m, s: y + torch.linspace(0, 1, rows(y))[:, None],
     "positions from the end": lambda y, m, s: y + torch.arange(rows(y) - 1, -1, -1)[:, None],
+    "room for half of the rows": lambda y, m, s: y * (place(y.argmax(-1)) <= max(1, rows(y) // 2)),
     "logarithm": lambda y, m, s: y * int(math.log2(rows(y))),
 }
 CHOSEN = {
@@ -143,7 +150,15 @@ def prepared_for(model, compiles, **settings):
 
 
 OFTEN = {
-    *("sum", "concatenated", "sum from 9 rows on", "times rows", "filled and compared"),
+    *(
+        "an id of padding",
+        "room for half of the rows",
+        "sum",
+        "concatenated",
+        "sum from 9 rows on",
+        "times rows",
+        "filled and compared",
+    ),
     *("positions over rows", "six rows", "nested", "kernel wrong at 8", "kernel from 12 on"),
     *("by expert", "first rows", "loose tensor", "running sum", "counted steps", "slots"),
     *("by expert before attention", "slots before attention"),
