@@ -84,6 +84,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"part {mark.args[0]} is off"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave nothing in the user's cache and find nothing there; xdist's workers share one."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PIECEGRAPH_CACHE_DIR", str(folder / "piecegraph-cache"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def package_sources() -> dict[str, Path]:
     """Every Python file of the package itself, by its name relative to the package."""
