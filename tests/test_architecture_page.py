@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import piecegraph as pg
-from tests.compile.starts import use_text_compiler
+from tests.text_compiler import use_text_compiler
 
 ROOT = Path(pg.__file__).parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()

@@ -45,9 +45,9 @@ from piecegraph.tools.integrations.transformers.small import (
     counterparts,
     small_configs,
 )
+from tests.text_compiler import EntryPoint
 
 from .released import RELEASED, released_model
-from .starts import EntryPoint
 
 STEPS = ((1,), (7,), (33,), (64,), (3, 1, 20), (40, 5, 12))
 

@@ -10,9 +10,10 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PieceFailed
 from piecegraph.torch_compat.basics.tensors import is_fake
+from tests.text_compiler import compile_text, load_texts
 
 from . import ops as _registers  # noqa: F401
-from .starts import compile_text, load_texts, start
+from .starts import start
 from .test_models import MIX, Stack
 
 pytestmark = pytest.mark.compile

@@ -11,9 +11,10 @@ from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.compile.ir.config import CodeConfig
 from piecegraph.errors import CompilerUnversioned
 from piecegraph.events import Events
+from tests.text_compiler import TEXT, compile_text, load_texts
 
 from . import ops as _registers  # noqa: F401
-from .starts import CPU, TEXT, compile_text, load_texts, start
+from .starts import CPU, start
 from .test_models import MIX, Stack
 
 pytestmark = pytest.mark.compile

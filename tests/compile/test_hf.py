@@ -34,9 +34,9 @@ from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
     mask_of,
 )
 from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
+from tests.text_compiler import use_text_compiler  # noqa: E402
 
 from . import families  # noqa: E402
-from .starts import use_text_compiler  # noqa: E402
 
 pytestmark = [
     pytest.mark.compile,

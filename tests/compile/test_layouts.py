@@ -19,9 +19,10 @@ from piecegraph.compile.ir.plan import Plan
 from piecegraph.compile.verify import trace_difference
 from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
+from tests.text_compiler import use_text_compiler
 
 from .models import MIX, Stack, X
-from .starts import CPU, start, use_text_compiler
+from .starts import CPU, start
 
 pytestmark = pytest.mark.compile
 LAYERS, PLACES = 4, 16

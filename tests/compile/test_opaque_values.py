@@ -8,9 +8,10 @@ from torch import nn
 
 from piecegraph.compile.ir.serialization import decode, encode
 from piecegraph.errors import NotPortable
+from tests.text_compiler import use_text_compiler
 
 from .models import X
-from .starts import start, use_text_compiler
+from .starts import start
 
 pytestmark = pytest.mark.compile
 

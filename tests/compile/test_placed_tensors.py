@@ -10,9 +10,10 @@ from torch import nn
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import InputNotTraceable, ModelChanged, MovedTensor
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from tests.text_compiler import use_text_compiler
 
 from .models import Body, X, assert_right
-from .starts import start, use_text_compiler
+from .starts import start
 
 pytestmark = pytest.mark.compile
 

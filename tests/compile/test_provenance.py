@@ -10,9 +10,10 @@ import torch
 from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.conditions.conditions import broken_conditions
 from piecegraph.config import Config, compile_config
+from tests.text_compiler import use_text_compiler
 
 from .models import X
-from .starts import CPU, start, use_text_compiler
+from .starts import CPU, start
 
 pytestmark = [
     pytest.mark.compile,

@@ -7,9 +7,10 @@ import torch
 
 from piecegraph.compile.speedups import are_on, generating_code
 from piecegraph.torch_compat.tracing.dynamo import capture_full_graph
+from tests.text_compiler import use_text_compiler
 
 from .models import MIX, Stack
-from .starts import start, use_text_compiler
+from .starts import start
 
 X = torch.randn(3, 8)
 

@@ -17,11 +17,11 @@ from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardUnproved, IntervalsDiffer
 from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
+from tests.text_compiler import use_text_compiler
 
 from . import size_models, starts
 from .models import MIX, Body, X, assert_right, marked_line, place
 from .size_models import MARK, heads, multiple_of_128
-from .starts import use_text_compiler
 from .test_guarded_models import OfRequests
 
 pytestmark = pytest.mark.compile

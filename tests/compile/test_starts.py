@@ -17,9 +17,10 @@ from piecegraph.compile.warm import NoBundle
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
+from tests.text_compiler import use_text_compiler
 
 from .models import X
-from .starts import CPU, start, use_text_compiler
+from .starts import CPU, start
 
 pytestmark = [
     pytest.mark.compile,

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.text_compiler import use_text_compiler
+
 from ..compile.conditions.outcomes import outcomes
-from ..compile.starts import use_text_compiler
 from . import decisions, exchanges, models, runs
 
 HERE = Path(__file__).parent

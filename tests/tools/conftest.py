@@ -36,7 +36,7 @@ from piecegraph.tools.engine.serving_log import Clock
 from piecegraph.tools.serve import run
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
-from tests.compile.starts import use_text_compiler
+from tests.text_compiler import use_text_compiler
 
 SIZES = (1, 2, 4, 8)
 

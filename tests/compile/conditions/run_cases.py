@@ -23,9 +23,10 @@ from piecegraph import Batch, Config, prepare
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import BundleMissing, BundleStale
+from tests.text_compiler import EntryPoint
 
 from ..models import X
-from ..starts import EntryPoint, start
+from ..starts import start
 
 X_VALUE = torch.arange(24, dtype=torch.float32).reshape(3, 8) / 10
 

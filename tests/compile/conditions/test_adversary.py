@@ -5,7 +5,8 @@ Process A stores a bundle, process B starts with the changed model on A's cache.
 
 import pytest
 
-from ..starts import use_text_compiler
+from tests.text_compiler import use_text_compiler
+
 from .cases import unread_sources
 from .outcomes import CASES, starts, write
 from .run_cases import run

@@ -13,8 +13,9 @@ from piecegraph.compile import pipeline
 from piecegraph.compile.bundle import bundle, key_factors
 from piecegraph.compile.ir.compilation import BundleMiss
 from piecegraph.compile.trace import dynamo
+from tests.text_compiler import use_text_compiler
 
-from ..starts import start, use_text_compiler
+from ..starts import start
 
 pytestmark = pytest.mark.compile
 

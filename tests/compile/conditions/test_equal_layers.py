@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from piecegraph.errors import BundleMissing, CompileError, TraceFailed
+from tests.text_compiler import use_text_compiler
 
 from ..models import MIX
-from ..starts import start, use_text_compiler
+from ..starts import start
 from ..traces import expect_equal_traces
 from . import named_layers
 from .differing_layers import (

@@ -12,8 +12,9 @@ from piecegraph import Config, compile_ahead, explain_miss, prepare
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile.conditions.values import Undescribable
 from piecegraph.compile.plan import split_model
+from tests.text_compiler import use_text_compiler
 
-from ..starts import start, use_text_compiler
+from ..starts import start
 
 pytestmark = pytest.mark.compile
 

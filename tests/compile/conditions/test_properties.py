@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.errors import BundleMissing
+from tests.text_compiler import use_text_compiler
 
-from ..starts import start, use_text_compiler
+from ..starts import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.compile]
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from piecegraph.errors import BundleMissing, CompileError
+from tests.text_compiler import use_text_compiler
 
 from ..models import MIX
-from ..starts import start, use_text_compiler
+from ..starts import start
 from ..traces import expect_equal_traces, facts_of_trace, with_parts_off
 
 pytestmark = [pytest.mark.slow, pytest.mark.compile]

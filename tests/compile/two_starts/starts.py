@@ -20,8 +20,8 @@ from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.torch_compat.compiling.inductor import import_inductor
 from piecegraph.torch_compat.tracing.dynamo import import_dynamo
+from tests.text_compiler import EntryPoint
 
-from ..starts import EntryPoint
 from .changes import CHANGES
 
 X = torch.linspace(-2, 2, 40).view(5, 8)

@@ -13,8 +13,8 @@ import pytest
 
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.torch_compat.tracing.dynamo import import_dynamo
+from tests.text_compiler import use_text_compiler
 
-from ..starts import use_text_compiler
 from .changes import CHANGES
 from .starts import in_a_child
 from .summary import outcomes

@@ -11,7 +11,7 @@ from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.runtime.parts.proof import row_mixing, row_trials
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows, keep_beside_steps
 from piecegraph.runtime.parts.proof.row_trials import Trials
-from tests.compile.starts import use_text_compiler
+from tests.text_compiler import use_text_compiler
 
 from .conftest import HIDDEN, MixesRows, Model
 
