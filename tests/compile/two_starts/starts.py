@@ -1,4 +1,4 @@
-"""One start of each change, in a process of its own: `python -m compile.two_starts.starts …`.
+"""One start of each change, in a process of its own: `python -m tests.compile.two_starts.starts …`.
 
 The process imports torch once and forks for each change. It writes what each start did, as JSON.
 """

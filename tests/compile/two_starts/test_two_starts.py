@@ -21,7 +21,7 @@ from .summary import outcomes
 
 pytestmark = pytest.mark.compile
 
-TESTS = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RIGHT = {
     "altering: refused by key or conditions",
     "altering: found by verification",
@@ -48,11 +48,11 @@ WITHOUT_CONDITIONS = {
 @pytest.mark.heavy
 def test_nothing_is_silently_wrong_and_nothing_right_is_refused(blind, tmp_path):
     """Hashes of strings differ between the starts."""
-    program = [sys.executable, "-m", "compile.two_starts.starts"]
+    program = [sys.executable, "-m", "tests.compile.two_starts.starts"]
     for number in ("1", "2"):
         environment = {**os.environ, "PIECEGRAPH_OFF": "", "PYTHONHASHSEED": number}
         arguments = [number, str(tmp_path), *(["--blind"] if blind else [])]
-        subprocess.run([*program, *arguments], check=True, cwd=TESTS, env=environment)
+        subprocess.run([*program, *arguments], check=True, cwd=ROOT, env=environment)
     found = outcomes(tmp_path)
     assert sum(map(len, found.values())) == len(CHANGES)
     others = {kind: names for kind, names in found.items() if kind not in RIGHT}
