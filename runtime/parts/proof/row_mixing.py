@@ -6,7 +6,8 @@ same row of the inputs, and if padding writes nothing that is kept. Attention, w
 runs between pieces or is given the real sizes by its metadata. Each unique piece is run on random
 inputs, padded and at the real size, and its results and what it wrote are compared:
 
-- at one pair of sizes, padded with random rows and with rows that are a maximum, a minimum or zero;
+- at one pair of sizes, padded with random rows, with rows that are a maximum, a minimum or zero,
+  and with rows all above or all below the real ones;
 - for each captured size at the smallest batch that it serves, and at the largest one for which a
   number that the model makes of its number of tokens is another.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +50,20 @@ def other_number(eps: float) -> float:
     return min(1e-2, 64 * eps)
 
 
+class Padding(Enum):
+    """What the rows behind the real ones hold."""
+
+    RANDOM = auto()
+    EXTREME = auto()
+    """A maximum, a minimum or zero, in turn."""
+    HIGH = auto()
+    """All are above the real rows: a middle of all rows is another one."""
+    LOW = auto()
+
+
+_FACTORS = {Padding.HIGH: 16.0, Padding.LOW: -16.0}
+
+
 @dataclass
 class _Outcome:
     """What a run gave, by name: tensors with rows of the batch, and memory that stays."""
@@ -91,7 +106,7 @@ class Trials:
             return False
         plan = self.compiled.plan
         sizes = self._at(min(self.largest[TOKENS], any_sizes(plan)[TOKENS]))
-        args, _ = self._arguments(_SEEDS[0], sizes, sizes, extreme=False, moved=False)
+        args, _ = self._arguments(_SEEDS[0], sizes, sizes, Padding.RANDOM, moved=False)
         try:
             OnlyComputes(args).run(plan.pieces[self.piece].text)
         except Exception:  # the source of a piece may not run as it is
@@ -103,10 +118,14 @@ class Trials:
 
         def test(seed: int) -> dict[str, Tensor]:
             alone, first = self._run(seed, real, real), self._run(seed, real, padded)
-            second = self._run(seed, real, padded, extreme=True)
             moved = self._moved(seed, real, padded)
-            depends = _differing(alone, first, second, same_size, moved)
-            return _differing(alone, alone, first, other_size, moved) | depends
+            found = _differing(alone, alone, first, other_size, moved)
+            for padding in (Padding.EXTREME, Padding.HIGH, Padding.LOW):
+                other = self._run(seed, real, padded, padding)
+                depends = _differing(alone, first, other, same_size, moved)
+                # of one size: which row it is depends on the inputs, as by a median of all rows
+                found |= {name: rows.any().view(1) for name, rows in depends.items()}
+            return found
 
         return self._confirmed(test, real, padded)
 
@@ -126,7 +145,7 @@ class Trials:
                 ends.append((end, found))
         whole = alone
         if first < size:
-            whole = self._run(_SEEDS[0], real, padded, extreme=True)
+            whole = self._run(_SEEDS[0], real, padded, Padding.EXTREME)
             moved = self._moved(_SEEDS[0], real, padded)
             apart = _differing(alone, alone, whole, other_size, moved)
             if apart and (found := self.differs(first, size)):
@@ -146,7 +165,7 @@ class Trials:
 
         def test(seed: int) -> dict[str, Tensor]:
             alone = self._run(seed, real, real)
-            whole = self._run(seed, real, size, extreme=True)
+            whole = self._run(seed, real, size, Padding.EXTREME)
             return _differing(alone, alone, whole, limit, self._moved(seed, real, size))
 
         return self._confirmed(test, real, size)
@@ -190,14 +209,16 @@ class Trials:
         alone, whole = OpRows(source), OpRows(source)
         with suppress(Exception):  # the source of a piece may not run as it is
             self._run(seed, real, real, ops=alone)
-            self._run(seed, real, padded, extreme=True, ops=whole)
+            self._run(seed, real, padded, Padding.EXTREME, ops=whole)
         return alone.first_other_row(whole, other_size) or alone.written_at
 
     def _moved(self, seed: int, real: Sizes, padded: Sizes) -> Callable[[], _Outcome] | None:
         """The padded run with padding that points to a real row, if the user states where padding
         points: what only the stated value reaches is reserved for padding."""
         pads = any(self._sentinel(name) is not None for name in self.step.args)
-        return (lambda: self._run(seed, real, padded, extreme=True, moved=True)) if pads else None
+        if not pads:
+            return None
+        return lambda: self._run(seed, real, padded, Padding.EXTREME, moved=True)
 
     def _sentinel(self, name: str) -> float | None:
         inputs = self.compiled.plan.inputs
@@ -231,7 +252,7 @@ class Trials:
         seed: int,
         real: Sizes,
         padded: Sizes,
-        extreme: bool = False,
+        padding: Padding = Padding.RANDOM,
         moved: bool = False,
         ops: OpRows | None = None,
     ) -> _Outcome:
@@ -240,16 +261,16 @@ class Trials:
         `ops` sees each operator.
         """
         with nullcontext() if self.only_computes else _seeded(self.device):
-            return self._outcome(seed, real, padded, extreme, moved, ops)
+            return self._outcome(seed, real, padded, padding, moved, ops)
 
     def _arguments(
-        self, seed: int, real: Sizes, padded: Sizes, extreme: bool, moved: bool
+        self, seed: int, real: Sizes, padded: Sizes, padding: Padding, moved: bool
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """The arguments of a run, and those that it has to itself by name."""
         plan, weights = self.compiled.plan, self.compiled.weights
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
-        for name, (rows, padding) in zip(self.step.args, self._inputs(seed), strict=True):
+        for name, (rows, extreme) in zip(self.step.args, self._inputs(seed), strict=True):
             if (target := _weight(plan, name)) is not None:
                 args.append(weights[target])
             elif name in sizes:
@@ -257,7 +278,9 @@ class Trials:
             else:
                 _, dims = form_of(plan, name)
                 window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
-                source = padding if extreme and real != padded else rows
+                source = rows if padding is Padding.RANDOM or real == padded else extreme
+                if padding in _FACTORS and rows.is_floating_point():
+                    source = rows * _FACTORS[padding]
                 value = source[window].clone(memory_format=torch.contiguous_format)
                 if (sentinel := self._sentinel(name)) is not None:
                     value.fill_(float(sentinel == 0) if moved else sentinel)
@@ -267,10 +290,16 @@ class Trials:
         return args, tensors
 
     def _outcome(
-        self, seed: int, real: Sizes, padded: Sizes, extreme: bool, moved: bool, ops: OpRows | None
+        self,
+        seed: int,
+        real: Sizes,
+        padded: Sizes,
+        padding: Padding,
+        moved: bool,
+        ops: OpRows | None,
     ) -> _Outcome:
         plan = self.compiled.plan
-        args, tensors = self._arguments(seed, real, padded, extreme, moved)
+        args, tensors = self._arguments(seed, real, padded, padding, moved)
         pointers = [each for pair in self._inputs(_SEEDS[0]) for each in pair] + [*tensors.values()]
         written = {i.name: i for i in plan.inputs if i.written and i.name in tensors}
         before = {name: tensors[name].clone() for name in written}
@@ -278,7 +307,7 @@ class Trials:
             with CheckedOps() if real == padded else nullcontext():  # type: ignore[no-untyped-call]
                 names, results, state = self._of_piece(args, pointers, padded, ops)
         else:
-            forms = self._forms.get(real[TOKENS]) if extreme else None
+            forms = self._forms.get(real[TOKENS]) if padding is not Padding.RANDOM else None
             self.untraced.alike = seed in _ALIKE
             with ops or nullcontext():
                 results, state = self.untraced.run(args, pointers, forms)

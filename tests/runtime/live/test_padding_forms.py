@@ -54,6 +54,10 @@ def rows(y):
     return y.shape[0]
 
 
+def size(y):
+    return y.abs().sum(-1)
+
+
 def then(y, *written):
     return y + 0
 
@@ -77,6 +81,8 @@ MIXED = {
     "roll": lambda y, m, s: y.roll(1, 0),
     "last row": lambda y, m, s: y + y[-1],
     "sorted": lambda y, m, s: y.sort(0).values,
+    "above the middle": lambda y, m, s: y * (size(y) >= size(y).median())[:, None],
+    "four largest rows": lambda y, m, s: y * (size(y) >= size(y).sort().values[-4:][0])[:, None],
     "gram": lambda y, m, s: y @ (y.t() @ y),
     "concatenated": lambda y, m, s: torch.cat([y, 2 * y]),
     "an id of padding": lambda y, m, s: y * torch.where((m.ids == 0).any(), 2.0, 1.0),
