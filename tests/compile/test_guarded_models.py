@@ -9,8 +9,9 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
 from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialized, TraceFailed
+from tests.text_compiler import compile_text, load_texts
 
-from . import size_models, starts
+from . import size_models
 from .models import Body, X, assert_right, marked_line, place
 from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
 
@@ -137,9 +138,9 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled,
         seen.append(symbols)
         if any(symbol.startswith("u") for symbol in symbols):
             raise RuntimeError("data-dependent expression")
-        return starts.compile_text(graph, inputs, options)
+        return compile_text(graph, inputs, options)
 
-    compiler = Compiler("text", compile_backed, starts.load_texts, version="1")
+    compiler = Compiler("text", compile_backed, load_texts, version="1")
     entry = types.SimpleNamespace(name="text", load=lambda: compiler)
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     model = Convolution().requires_grad_(False)
@@ -167,7 +168,7 @@ def test_a_guard_of_a_compiler_is_decided_by_running_its_code(
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         sizes = [size for each in tensors for size in each.shape if isinstance(size, torch.SymInt)]
         assert holds(sizes[0])
-        finish = starts.compile_text(graph, inputs, options)
+        finish = compile_text(graph, inputs, options)
 
         def wrong():
             fn, blobs = finish()

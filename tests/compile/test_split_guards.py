@@ -17,9 +17,10 @@ from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardUnproved, IntervalsDiffer
 from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
-from tests.text_compiler import use_text_compiler
+from tests import text_compiler
+from tests.text_compiler import compile_text, load_texts, use_text_compiler
 
-from . import size_models, starts
+from . import size_models
 from .models import MIX, Body, X, assert_right, marked_line, place
 from .size_models import MARK, heads, multiple_of_128
 from .test_guarded_models import OfRequests
@@ -107,10 +108,10 @@ def test_pieces_are_compiled_without_what_one_trace_knows_of_its_sizes(tmp_path,
         shapes = [each.shape for each in inputs if isinstance(each, torch.Tensor)]
         size = next(n for shape in shapes for n in shape if isinstance(n, torch.SymInt))
         known.extend(fact for fact in (size > 64, size > 8, size < 65) if statically_true(fact))
-        return starts.compile_text(graph, inputs, options)
+        return compile_text(graph, inputs, options)
 
-    compiler = Compiler("text", compile_piece, starts.load_texts, version="1")
-    monkeypatch.setattr(starts, "TEXT", compiler)
+    compiler = Compiler("text", compile_piece, load_texts, version="1")
+    monkeypatch.setattr(text_compiler, "TEXT", compiler)
     start(Tiled(), tmp_path, monkeypatch)
     assert known == []
 
