@@ -180,9 +180,11 @@ class _Follower:
 def _global(path: str, function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
     code, value = function.__code__, function.__globals__[name]
     if isinstance(value, types.ModuleType):
-        inner = vars(value)
-        for attribute in sorted(attribute_names(code) & inner.keys()):
-            yield from _read(f"{path}.{attribute}", code, attribute, inner[attribute])
+        # a lazy one, as `torch.ops.aten`, has in `vars` what the process has read of it before
+        is_lazy = type(value) is not types.ModuleType
+        for attribute in sorted(attribute_names(code)):
+            if hasattr(value, attribute) if is_lazy else attribute in vars(value):
+                yield from _read(f"{path}.{attribute}", code, attribute, getattr(value, attribute))
     elif isinstance(value, str) and (
         folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
     ):

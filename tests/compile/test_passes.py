@@ -1,6 +1,7 @@
 """Passes: what each rewrites, unchanged results, and how passes are chosen and keyed."""
 
 import operator
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
+from piecegraph.compile.conditions.code import code_parts
 from piecegraph.compile.ir.config import GraphPass
 from piecegraph.compile.passes import no_op, unfused_add
 from piecegraph.compile.passes.graph_pass import passes_up_to, thresholds
@@ -286,3 +288,30 @@ def test_inductor_runs_the_passes_that_are_on_and_compiles_what_they_leave(compi
     for size in (1, 7, 64):
         x, r = torch.randn(size, 8), torch.randn(size, 8)
         torch.testing.assert_close(made(x, r), (x + r) * 2)
+
+
+class Lazy(types.ModuleType):
+    """As those of `torch.ops` and of transformers: an attribute is made when it is first read."""
+
+    def __getattr__(self, name):
+        if name != "width":
+            raise AttributeError(name)
+        self.width = 4
+        return self.width
+
+
+aten, lazy = torch.ops.aten, Lazy("lazy")
+
+
+def reads_lazy_modules(x):
+    return x.device.type, x.width, aten.addmm.default, lazy.width
+
+
+def test_what_a_process_has_read_of_a_lazy_module_is_in_no_key(monkeypatch):
+    for module, name in ((aten, "device"), (aten, "addmm"), (lazy, "width")):
+        vars(module).pop(name, None)
+    before = code_parts(reads_lazy_modules)
+    assert reads_lazy_modules(types.SimpleNamespace(device=torch.device("cpu"), width=1))
+    _ = aten.device
+    assert code_parts(reads_lazy_modules) == before
+    assert before[".lazy.width"] == "4"
