@@ -1,8 +1,8 @@
 """The last steps, observers of steps, and ranges for profilers.
 
 Guarantee: each step that runs is told to each observer, with the decision that was carried out and
-the error that it raised. Cost: none without observers, else the calls of each. Not measured with
-observers. Switch: `PIECEGRAPH_OFF=log`.
+the error that it raised. Cost: none without observers, else the calls of each: 0.5 us of a FULL
+step for one that does nothing (benchmarks/parts-cpu.json). Switch: `PIECEGRAPH_OFF=log`.
 """
 
 from __future__ import annotations
