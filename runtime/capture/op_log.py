@@ -80,13 +80,19 @@ def ops_of(run: Callable[[], object]) -> OpLog:
     return log
 
 
-def line_of_difference(noted: OpLog, run: Callable[[], object], plain: OpLog) -> str | None:
+def line_of_difference(
+    noted: OpLog,
+    run: Callable[[], object],
+    plain: OpLog,
+    on_any_rank: Callable[[bool], bool],
+) -> str | None:
     """The line of the first operator that differs, None if none does.
 
-    What differs from `run` to `run` by itself, such as memory that each makes, is none.
+    What differs from `run` to `run` by itself, such as memory that each makes, or a collective
+    holds for a while, is none. It runs again if `on_any_rank` something differs.
     """
     different = _differences(plain, noted)
-    if not different:
+    if not on_any_rank(bool(different)):
         return None
     again = ops_of(run)
     if len(again.calls) != len(plain.calls):

@@ -192,7 +192,8 @@ class Recorder:
     ) -> None:
         """At the first capture of a kind: note in a way in which the same operators run as without.
 
-        Raises ReadNotKept if there is none.
+        Raises ReadNotKept if there is none. All ranks make as many runs: what one of them has to
+        look at again is run again on all.
         """
         notes, context = self._notes, CURRENT.get()
         if notes is None or context is None or self._has_regions:
@@ -205,6 +206,9 @@ class Recorder:
             call(*inputs)
             restore()
 
+        def on_any_rank(found: bool) -> bool:
+            return bool(self._session.agreement.before("the choice of how to note", found))
+
         plain = ops_of(run)
         while True:
             self._noted_run = notes
@@ -215,8 +219,8 @@ class Recorder:
             finally:
                 self._noted_run = None
                 notes.finish()
-            where = line_of_difference(noted, run, plain)
-            if where is None:
+            where = line_of_difference(noted, run, plain, on_any_rank)
+            if not on_any_rank(where is not None) or (notes.kept.whole and where is None):
                 break
             if notes.kept.whole:
                 raise ReadNotKept(
@@ -226,7 +230,6 @@ class Recorder:
             notes.kept.whole = True
             self._context = CaptureContext(context, notes)
         self._context = CaptureContext(context, notes)  # of the capture
-        self._session.agreement.before("the choice of how to note")
         notes.kept.compared.add(self.breaks)
 
     def note_region(self) -> None:

@@ -46,15 +46,17 @@ class CaptureAgreement:
         self._ended: RanksDisagree | None = None
         """Of a rank whose failure ends the capture of all."""
 
-    def before(self, what: str) -> None:
-        """Before `what` runs on all ranks. Raises OtherRankFailed."""
+    def before(self, what: str, stated: int = 0) -> int:
+        """Before `what` runs on all ranks. Returns the largest `stated`. Raises OtherRankFailed."""
         if self.alone:
-            return
+            return stated
         if self._failed is None:
-            outcome = self._agreed(what, 0.0, 0, "")
+            outcome = self._agreed(what, 0.0, stated, "")
             self._failed = outcome if outcome[2] else None
+            stated = outcome[1]
         if self._failed is not None:  # also where the model has swallowed the error
             raise OtherRankFailed(self._failed[2])
+        return stated
 
     def outcome(self, ms: float, num_bytes: int, reason: str) -> Outcome:
         """The outcome on all ranks: the longest time, the most bytes, any failure.

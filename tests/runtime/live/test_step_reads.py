@@ -603,5 +603,5 @@ def test_memory_that_compiled_code_makes_is_no_other_operator():
         x.zero_()
 
     plain = ops_of(run)
-    assert line_of_difference(ops_of(partial(run, True)), run, plain) is None
-    assert line_of_difference(ops_of(lambda: torch.ones(2)), run, plain) is not None
+    assert line_of_difference(ops_of(partial(run, True)), run, plain, bool) is None
+    assert line_of_difference(ops_of(lambda: torch.ones(2)), run, plain, bool) is not None

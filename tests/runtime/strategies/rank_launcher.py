@@ -21,6 +21,7 @@ from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepar
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.errors import LayerMissing, RanksDisagree
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture import op_log
 from piecegraph.runtime.capture.captures import Captures
 from piecegraph.runtime.capture.recorder import ACTIVE, record
 from piecegraph.runtime.core.records import CaptureFailure, Records
@@ -193,6 +194,16 @@ def one_fails_in_a_first_run(ranks, odd):
     )
 
 
+def one_looks_again(ranks, odd):
+    """It alone sees a difference between two runs, as of memory that a collective still holds."""
+    if odd:
+        found, differences = iter([{0}]), op_log._differences
+        op_log._differences = lambda *logs: next(found, None) or differences(*logs)
+    model, prepared = reducing_inside(ranks, lambda recorder, rows: False)
+    prepared.capture()
+    return modes(prepared, 4, 2, model=model)
+
+
 def one_fails_at_the_end(ranks, odd):
     """The first capture, when other ranks have met in all collectives of it."""
     failures = iter([False, odd])
@@ -330,7 +341,7 @@ SCENES = {
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
-        one_fails_in_a_first_run, one_fails_at_the_end, one_fails_in_a_comparison,
+        one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
         one_fails_in_warm_up, one_lacks_a_layer,
     )
 }  # fmt: skip

@@ -18,6 +18,7 @@ SCENES = (
     "one_fails_inside_a_graph-2-1", "one_fails_inside_a_graph-4-2",
     "one_fails_before_a_graph-2-1", "one_fails_before_a_graph-4-2",
     "one_fails_in_a_first_run-2-1", "one_fails_in_a_first_run-4-2",
+    "one_looks_again-2-1", "one_looks_again-4-2",
     "one_fails_at_the_end-2-1", "one_fails_at_the_end-4-2",
     "one_fails_in_a_comparison-2-1", "one_fails_in_a_comparison-4-2",
     "one_fails_in_warm_up-2-1", "one_fails_in_warm_up-4-2",
@@ -39,6 +40,12 @@ def outcomes(tmp_path_factory):
         return ended
 
     return of_scene
+
+
+@pytest.mark.parametrize("scene", ["one_looks_again-2-1", "one_looks_again-4-2"])
+def test_failure_35_what_one_rank_runs_again_all_run_again(outcomes, scene):
+    results = [outcome["result"] for outcome in outcomes(scene).values()]
+    assert results == [["FULL 4 right", "FULL 2 right"]] * len(results)
 
 
 @pytest.mark.parametrize("size", [2, 4])
