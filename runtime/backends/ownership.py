@@ -86,7 +86,7 @@ class Ownership:
 
     def __init__(self, constant: Collection[int] = ()) -> None:
         self.constant = constant
-        self.before_collective: Callable[[str], None] = lambda op: None
+        self.before_collective: Callable[[str], object] = lambda op: None
         """Called where a capture that runs what it records is about to wait for other ranks."""
         self._made: dict[int, StorageWeakRef] = {}
         self._returned: dict[int, StorageWeakRef] = {}

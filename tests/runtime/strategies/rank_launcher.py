@@ -201,7 +201,7 @@ def one_looks_again(ranks, odd):
         op_log._differences = lambda *logs: next(found, None) or differences(*logs)
     model, prepared = reducing_inside(ranks, lambda recorder, rows: False)
     prepared.capture()
-    return modes(prepared, 4, 2, model=model)
+    return modes(prepared, 8, 4, 2, model=model)
 
 
 def one_fails_at_the_end(ranks, odd):
