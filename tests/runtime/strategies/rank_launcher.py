@@ -201,7 +201,8 @@ def one_looks_again(ranks, odd):
         op_log._differences = lambda *logs: next(found, None) or differences(*logs)
     model, prepared = reducing_inside(ranks, lambda recorder, rows: False)
     prepared.capture()
-    return modes(prepared, 8, 4, 2, model=model)
+    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
+    return [*reasons, *modes(prepared, 8, 4, 2, model=model)]
 
 
 def one_fails_at_the_end(ranks, odd):
