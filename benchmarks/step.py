@@ -198,8 +198,8 @@ def run(quick: bool) -> dict[str, Any]:
     `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`. `full_us` is what a FULL
     step of `IdleModel` costs beyond the launch of its graph, a lower bound; `served_us` is that of
     `ServedModel`, `served_padded_us` with padding, `served_metadata_us` with metadata of 20 fields,
-    `served_buffers_us` with buffers of the engine,
-    and `least_us` that of a step with such buffers written by hand.
+    `served_buffers_us` with buffers of the engine, and `least_us` that of a step with such buffers
+    written by hand.
     """
     rounds, steps = (31, 100) if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)

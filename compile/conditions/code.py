@@ -15,6 +15,7 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -180,17 +181,23 @@ class _Follower:
 def _global(path: str, function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
     code, value = function.__code__, function.__globals__[name]
     if isinstance(value, types.ModuleType):
-        # a lazy one, as `torch.ops.aten`, has in `vars` what the process has read of it before
-        is_lazy = type(value) is not types.ModuleType
-        for attribute in sorted(attribute_names(code)):
-            if hasattr(value, attribute) if is_lazy else attribute in vars(value):
-                yield from _read(f"{path}.{attribute}", code, attribute, getattr(value, attribute))
+        for attribute, inner in _attributes(value, attribute_names(code)):
+            yield from _read(f"{path}.{attribute}", code, attribute, inner)
     elif isinstance(value, str) and (
         folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
     ):
         yield path, value.replace(folder, "<directory>")  # a moved checkout is the same code
     else:
         yield from _read(path, code, name, value)
+
+
+def _attributes(module: types.ModuleType, names: set[str]) -> Iterator[tuple[str, Any]]:
+    """Those of the `names` that a module has, sorted."""
+    # a lazy one, as `torch.ops.aten`, has in `vars` what the process has read of it before
+    is_lazy = type(module) is not types.ModuleType
+    for name in sorted(names if is_lazy else names & vars(module).keys()):
+        with suppress(Exception):  # of a lazy one: what it would import may fail in any way
+            yield name, getattr(module, name)
 
 
 def _read(path: str, code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,8 @@ A router takes two equal scores the other way round in about one run of five."""
 Run = Callable[[], Any]
 """The uncompiled model on one step: its results, nested in any way."""
 
+_NONE = torch.zeros(0, dtype=torch.float64, device="cpu")
+
 _REDUCED = 2.0**-10
 """Precision of float32 products where torch may compute them in TF32 or bfloat16."""
 
@@ -51,8 +53,7 @@ def differences(expected: Any, got: Any) -> Tensor:
     an infinity that only one has. A vector is one row. Integers of 8 bits may be quantized: they
     count what they are apart.
     """
-    none = torch.zeros(0, dtype=torch.float64, device="cpu")
-    return torch.cat([none, *_differences(expected, got)])
+    return torch.cat([_NONE, *_differences(expected, got)])
 
 
 def _differences(expected: Any, got: Any) -> list[Tensor]:
@@ -70,7 +71,7 @@ def _row_differences(want: Any, have: Any) -> Tensor:
     if (want.shape, want.dtype) != (have.shape, have.dtype):
         return torch.tensor([torch.inf], dtype=torch.float64, device="cpu")
     if not want.numel():
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
+        return _NONE
     rows = len(want) if want.dim() > 1 else 1
     if want.dtype.is_complex:
         want, have = torch.view_as_real(want), torch.view_as_real(have)
@@ -152,8 +153,7 @@ def excess(expected: Any, got: Any, run: Run) -> Excess | None:
     `run` is only called for a difference above FLOOR. What it writes must be restored by itself.
     """
     by_result = _differences(expected, got)
-    none = torch.zeros(0, dtype=torch.float64, device="cpu")
-    apart = torch.cat([none, *by_result])
+    apart = torch.cat([_NONE, *by_result])
     limit = torch.full_like(apart, FLOOR)
     if bool((apart <= limit).all()):
         return None

@@ -12,8 +12,7 @@ from piecegraph.torch_compat.basics.distributed import (
     run_alone,
     without_other_ranks,
 )
-from piecegraph.torch_compat.basics.ops import is_collective
-from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
+from tests.seen_collectives import Collectives
 
 
 @pytest.fixture
@@ -51,16 +50,6 @@ TWICE = torch.cat([X, X])
 )
 def test_run_alone_gives_each_form_its_own_rows(op, args, result):
     torch.testing.assert_close(run_alone(op.default, args, {}), result)
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += [func] * is_collective(func)
-        return func(*args, **(kwargs or {}))
 
 
 def test_without_other_ranks_nobody_is_waited_for(group):

@@ -278,10 +278,11 @@ class Trials:
             else:
                 _, dims = form_of(plan, name)
                 window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
-                source = rows if padding is Padding.RANDOM or real == padded else extreme
                 if padding in _FACTORS and rows.is_floating_point():
-                    source = rows * _FACTORS[padding]
-                value = source[window].clone(memory_format=torch.contiguous_format)
+                    value = (rows[window] * _FACTORS[padding]).contiguous()
+                else:
+                    source = rows if padding is Padding.RANDOM or real == padded else extreme
+                    value = source[window].clone(memory_format=torch.contiguous_format)
                 if (sentinel := self._sentinel(name)) is not None:
                     value.fill_(float(sentinel == 0) if moved else sentinel)
                 value[inside] = rows[inside]

@@ -75,8 +75,9 @@ class Ranks:
         stated = json.dumps({"topic": [topic, self._count], "facts": facts})
         try:
             self._store.set(self._key(self._count, self.rank), stated)
-            lost = self._lost_ranks()
-            answers = [] if lost else self._answers()
+            keys = [self._key(self._count, rank) for rank in range(self.size)]
+            lost = self._lost_ranks(keys)
+            answers = [] if lost else [json.loads(each) for each in self._store.multi_get(keys)]
             if self._count > 1:  # all ranks have read it: they are at this exchange
                 self._store.delete_key(self._key(self._count - 1, self.rank))
         except RuntimeError as error:
@@ -96,17 +97,12 @@ class Ranks:
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, (self._prefix, *parts)))
 
-    def _answers(self) -> list[dict[str, Any]]:
-        keys = [self._key(self._count, rank) for rank in range(self.size)]
-        return [json.loads(stated) for stated in self._store.multi_get(keys)]
-
-    def _lost_ranks(self) -> dict[int, str]:
+    def _lost_ranks(self, keys: list[str]) -> dict[int, str]:
         """The ranks that have not stated their facts in time, and what is known of each.
 
         What the first rank finds whose time is over is in the store, and holds for all ranks: one
         that comes too late, or stops because of this error, is not taken for the cause.
         """
-        keys = [self._key(self._count, rank) for rank in range(self.size)]
         late: dict[int, str] = {}
         try:
             self._store.wait(keys, self._timeout)

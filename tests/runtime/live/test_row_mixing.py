@@ -11,8 +11,7 @@ from piecegraph.compile.guards.tolerance import differences, precision
 from piecegraph.runtime.parts.proof.op_rows import beyond
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 from piecegraph.runtime.parts.proof.row_trials import other_size
-from piecegraph.torch_compat.basics.ops import is_collective
-from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
+from tests.seen_collectives import Collectives
 
 from ..conftest import small_config, strict_backend
 
@@ -191,16 +190,6 @@ class Attention(nn.Module):
         query = query + heads.view(-1, 4)
         torch.ops.row_mixing.attend(query, output)
         return output + 1
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += [func] * is_collective(func)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("mixes", [False, True])

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepare
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
-from piecegraph.errors import LayerMissing, RanksDisagree
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture import op_log
 from piecegraph.runtime.capture.captures import Captures
@@ -213,26 +212,27 @@ def one_fails_at_the_end(ranks, odd):
     )
 
 
+def raised_by(call, began):
+    """The error, and the seconds until then."""
+    try:
+        call()
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", f"{time.monotonic() - began:.1f}"]
+
+
 def one_fails_in_a_comparison(ranks, odd):
     """`prepare` cannot compare padding on the odd rank, and makes other runs there."""
     began, failures = time.monotonic(), iter([odd])
     _, prepared = reducing_inside(
         ranks, lambda recorder, rows: not is_faking() and not CURRENT.get() and next(failures, 0)
     )
-    try:
-        prepared.capture()
-    except RanksDisagree as error:
-        return [f"RanksDisagree: {error}", f"{time.monotonic() - began:.1f}"]
+    return raised_by(prepared.capture, began)
 
 
 def one_fails_in_warm_up(ranks, odd):
     """The first dummy run of `warm_up` fails on the odd rank; all ranks raise."""
     _, prepared = reducing_inside(ranks, lambda recorder, rows: odd and CURRENT.get())
-    began = time.monotonic()
-    try:
-        prepared.warm_up()
-    except (RuntimeError, RanksDisagree) as error:
-        return [f"{type(error).__name__}: {error}", f"{time.monotonic() - began:.1f}"]
+    return raised_by(prepared.warm_up, time.monotonic())
 
 
 def one_lacks_a_layer(ranks, odd):
@@ -240,11 +240,7 @@ def one_lacks_a_layer(ranks, odd):
     _, prepared = reducing_inside(
         ranks, lambda recorder, rows: odd and CURRENT.get() and CURRENT.get().layers["kv"]
     )
-    began = time.monotonic()
-    try:
-        prepared.capture()
-    except (LayerMissing, RanksDisagree) as error:
-        return [f"{type(error).__name__}: {error}", f"{time.monotonic() - began:.1f}"]
+    return raised_by(prepared.capture, time.monotonic())
 
 
 def one_fails_beside_a_collective(ranks, odd):
