@@ -28,7 +28,7 @@ RINGS = {
     "conditions": Ring(21, 51, "compile.conditions torch_compat.tracing.inlined"),
     "step checks": Ring(1, 1, "runtime.parts.checks"),
     "ranks": Ring(1, 2, "runtime.parts.ranks"),
-    "guards": Ring(18, 35, "compile.guards"),
+    "guards": Ring(17, 34, "compile.guards"),
     "untraced": Ring(
         9, 11, "compile.eager_model compile.trace.inline_regions torch_compat.compiling.regions"
     ),
