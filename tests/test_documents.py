@@ -12,7 +12,7 @@ import piecegraph as pg
 from piecegraph.settings import setting_names
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[!.]*/README.md")]
 RESULTS = sorted((ROOT / "benchmarks").glob("*.json"))
 
 
