@@ -14,62 +14,18 @@ from piecegraph.cache.keys.environment import (
     read,
 )
 from piecegraph.cache.keys.key import Key
+from tests.tables import tables_of
+
+TABLES = tables_of(__file__)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PIECEGRAPH_LEVEL",
-        "PIECEGRAPH_ANYTHING_NEW",
-        "TORCHINDUCTOR_MAX_AUTOTUNE",
-        "TORCHINDUCTOR_FREEZING",
-        "TORCHDYNAMO_DYNAMIC_SHAPES",
-        "TORCH_SOMETHING_OF_2_14",
-        "TRITON_INTERPRET",
-        "TRITON_KERNEL_OVERRIDE",
-        "ATEN_CPU_CAPABILITY",
-    ],
-)
+@pytest.mark.parametrize("name", TABLES["factors"])
 def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     assert environment_factors()[name] == "1"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PIECEGRAPH_CACHE_DIR",
-        "PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
-        "PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TRITON_CACHE_DIR",
-        "TRITON_HOME",
-        "TRITON_PTXAS_PATH",
-        "TORCH_LOGS",
-        "TORCH_TRACE",
-        "TORCH_COMPILE_DEBUG",
-        "TORCH_CPP_LOG_LEVEL",
-        "TRITON_PRINT_AUTOTUNING",
-        "TORCHELASTIC_RUN_ID",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-        "TORCHINDUCTOR_COMPILE_THREADS",
-        "TORCHINDUCTOR_FX_GRAPH_CACHE",
-        "CUDA_VISIBLE_DEVICES",
-        "HOME",
-        "PATH",
-        "LOCAL_RANK",
-        "TORCHX_JOB_ID",
-        "TORCH_COMPILE_JOB_ID",
-        "TORCH_JOB_UID",
-        "TRITON_SERVICE_HOST",
-        "TRITON_PORT_8000_TCP_ADDR",
-        "TORCH_SERVE_SERVICE_PORT",
-        "PYTORCH_VERSION",
-        "TORCH_CUDA_ARCH_LIST",
-    ],
-)
+@pytest.mark.parametrize("name", TABLES["no_factors"])
 def test_failure_W9_variables_that_change_no_code_are_no_factors(name, monkeypatch):
     monkeypatch.setenv(name, "1")
     assert name not in environment_factors()

@@ -139,21 +139,21 @@ def test_c1_dynamo_10695_worker_id_in_a_free_form_config_is_refused(name):
         Key.of("trace", {"additional_config": {"connector": {name: 17}}})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "a / b",
-        "s3://bucket/x",
-        "n/a",
-        "2.13.0+cpu",
-        "/",
-        "s0//2",
-        "x // y",
-        "GPU H200",
-        "a:b",
-        "-O3",
-    ],
+NO_PLACES = (
+    "a / b",
+    "s3://bucket/x",
+    "n/a",
+    "2.13.0+cpu",
+    "/",
+    "s0//2",
+    "x // y",
+    "GPU H200",
+    "a:b",
+    "-O3",
 )
+
+
+@pytest.mark.parametrize("value", NO_PLACES)
 def test_words_that_are_no_places_are_taken(value):
     assert not is_place(value)
     assert Key.of("trace", {"x": value}).factors == {"x": value}

@@ -1,7 +1,7 @@
 """Buckets against the tables of vLLM on Gaudi: ranges, plans, files, look-up, fall-back."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 
 import pytest
 from hypothesis import given
@@ -30,9 +30,11 @@ from piecegraph.dispatch.buckets.ranges import (
     range_values,
 )
 from piecegraph.errors import BeyondLimits, BucketFileInvalid, InvalidSetting, NoBuckets
+from tests.tables import tables_of
 
 EXP, LIN, PAD = BucketStrategy.EXPONENTIAL, BucketStrategy.LINEAR, BucketStrategy.PADDING_AWARE
 PROMPT, DECODE = Phase.PROMPT, Phase.DECODE
+TABLES = tables_of(__file__)
 EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
 
@@ -40,49 +42,9 @@ def numbers(text):
     return [int(word) for word in text.split()]
 
 
-VECTORS = [
-    (LIN, (1, 32, 128), "1 2 4 8 16 32 64 96 128"),
-    (LIN, (1, 32, 100), "1 2 4 8 16 32 64 96"),
-    (LIN, (1, 32, 5), "1 2 4"),
-    (LIN, (2, 32, 64), "2 4 8 16 32 64"),
-    (LIN, (3, 16, 64), "3 6 12 16 32 48 64"),
-    (LIN, (64, 32, 128), "64 96 128"),
-    (LIN, (0, 4, 20), "0 4 8 12 16 20"),
-    (LIN, (0, 1, 5), "0 1 2 3 4 5"),
-    (LIN, (128, 128, 1024), "128 256 384 512 640 768 896 1024"),
-    (LIN, (128, 128, 512), "128 256 384 512"),
-    (LIN, (0, 4, 0), "0"),
-    (EXP, (1, 2, 16, 5), "1 2 4 6 10 16"),
-    (EXP, (1, 2, 64, 7), "1 2 4 8 12 22 36 64"),
-    (EXP, (1, 2, 256, 9), "1 2 4 8 14 24 42 78 140 256"),
-    (EXP, (128, 128, 2048, 10), "128 256 384 512 640 896 1152 1536 2048"),
-    (EXP, (128, 128, 2048, 11), "128 256 384 512 768 896 1280 1664 2048"),
-    (EXP, (128, 128, 8192, 13), "128 256 384 512 768 1024 1536 2048 2944 4096 5888 8192"),
-    (EXP, (0, 1, 31, 6), "0 1 2 4 8 16 31"),
-    (EXP, (1, 64, 1000, 11), "1 64 128 192 256 384 448 640 768 1000"),
-    (EXP, (1, 256, 2304, 13), "1 256 512 768 1024 1280 1536 1792 2048 2304"),
-    (EXP, (1, 8, 100, 1), "100"),
-    (EXP, (1, 128, 100, 3), "1 100"),  # the plugin lists 100 twice
-    (PAD, (1, 1, 16, 1, 4, 25), "1 2 4 6 8 12 16"),
-    (PAD, (1, 2, 64, 1, 16, 25), "1 2 4 6 8 12 16 22 30 32 44 48 64"),
-    (PAD, (1, 2, 128, 1, 32, 25), "1 2 4 6 8 12 16 22 30 32 44 60 64 86 96 128"),
-    (PAD, (128, 128, 2048, 1, 512, 25), "128 256 384 512 640 768 1024 1280 1536 2048"),
-    (
-        PAD,
-        (128, 128, 8192, 1, 2048, 25),
-        "128 256 384 512 640 768 1024 1280 1664 2048 2688 3584 4096 5376 6144 8192",
-    ),
-    (PAD, (0, 2, 31, 1, 16, 25), "0 1 2 4 6 8 12 16 22 30 31"),
-    (PAD, (0, 8, 64, 1, 64, 0), "0 1 2 4 8 16 24 32 40 48 56 64"),
-    (PAD, (0, 8, 64, 1, 64, 50), "0 1 2 4 8 16 32 64"),
-    (PAD, (0, 8, 64, 1, 16, 50), "0 1 2 4 8 16 32 48 64"),
-    (PAD, (16, 16, 128, 1, 32, 25), "16 32 48 64 80 96 128"),
-]
-
-
-@pytest.mark.parametrize(("strategy", "config", "values"), VECTORS)
+@pytest.mark.parametrize(("strategy", "config", "values"), TABLES["values"])
 def test_values_of_a_range(strategy, config, values):
-    assert range_values("x", strategy, BucketRange(*config)) == numbers(values)
+    assert range_values("x", BucketStrategy[strategy], BucketRange(*config)) == values
 
 
 @pytest.mark.parametrize(
@@ -95,42 +57,13 @@ def test_a_range_that_cannot_be_is_an_error(config):
 
 
 CONTIGUOUS = {"contiguous": True, "total_blocks": 100}
-DEFAULTS = [  # phase, strategy, changed limits, dimension, its range
-    (PROMPT, LIN, {}, "batch", (1, 1, 16)),
-    (PROMPT, LIN, {}, "query", (128, 128, 2048)),
-    (PROMPT, LIN, {"max_num_tokens": 100}, "query", (100, 128, 100)),
-    (PROMPT, LIN, {}, "context", (0, 1, 31)),
-    (PROMPT, LIN, {"max_model_len": 100}, "context", (0, 1, 0)),
-    (PROMPT, LIN, {"merged_prefill": True}, "batch", (1, 1, 1)),
-    (PROMPT, LIN, {"merged_prefill": True}, "query", (128, 512, 2048)),
-    (PROMPT, LIN, {"merged_prefill": True}, "context", (0, 4, 16 * 31)),
-    (DECODE, LIN, {}, "batch", (1, 32, 64)),
-    (DECODE, LIN, {}, "context", (1, 128, 2048)),
-    (DECODE, LIN, CONTIGUOUS, "context", (1, 128, 100)),
-    (PROMPT, EXP, {}, "batch", (1, 2, 16, 5)),
-    (PROMPT, EXP, {}, "query", (128, 128, 2048, 11)),
-    (PROMPT, EXP, {}, "context", (0, 1, 31, 6)),
-    (PROMPT, EXP, {"max_model_len": 200}, "context", (0, 1, 1, 2)),
-    (PROMPT, EXP, {"max_model_len": 8192}, "context", (0, 1, 48, 7)),
-    (DECODE, EXP, {}, "batch", (1, 2, 64, 7)),
-    (DECODE, EXP, {}, "context", (1, 64, 2048, 12)),
-    (DECODE, EXP, {"total_blocks": 100}, "context", (1, 64, 300, 10)),
-    (DECODE, EXP, {"total_blocks": 100, "clamped": False}, "context", (1, 64, 2048, 12 + 4)),
-    (DECODE, EXP, CONTIGUOUS, "context", (1, 64, 100, 8)),
-    (PROMPT, PAD, {}, "batch", (1, 1, 16, 5, 4)),
-    (PROMPT, PAD, {}, "query", (128, 128, 2048, 11, 512)),
-    (PROMPT, PAD, {"max_model_len": 4100}, "context", (0, 2, 32, 6, 16)),
-    (DECODE, PAD, {}, "batch", (1, 2, 64, 7, 16)),
-    (DECODE, PAD, {}, "context", (128, 128, 2048, 12, 512)),
-    (DECODE, PAD, CONTIGUOUS, "context", (1, 128, 100, 8, 25)),
-]
 
 
-@pytest.mark.parametrize(("phase", "strategy", "limits", "dimension", "config"), DEFAULTS)
+@pytest.mark.parametrize(("phase", "strategy", "limits", "dimension", "config"), TABLES["defaults"])
 def test_default_ranges_follow_from_the_limits(phase, strategy, limits, dimension, config):
-    ranges = bucket_ranges(phase, replace(EXP_4096, **limits), strategy, {})
-    got = ranges[dimension]
-    assert (got.min, got.step, got.max, got.limit, got.pad_max)[: len(config)] == config
+    limits = replace(EXP_4096, **limits)
+    got = bucket_ranges(Phase[phase], limits, BucketStrategy[strategy], {})[dimension]
+    assert [got.min, got.step, got.max, got.limit, got.pad_max][: len(config)] == config
     assert got.pad_percent == 25
 
 
@@ -223,15 +156,8 @@ def test_the_edge_of_a_long_context_leaves_room_for_the_query(own, edges):
     assert tuple(largest.values()) == edges
 
 
-FALLBACK = {
-    (0, 2): 0, (1, 2): 1, (2, 2): 4, (3, 2): 4, (5, 2): 8, (17, 2): 18, (31, 32): 128,
-    (33, 32): 128, (100, 32): 160, (129, 32): 192, (1000, 32): 1280, (2049, 32): 2080,
-    (4001, 32): 4096, (9000, 32): 9408,
-}  # fmt: skip
-
-
 def test_the_grid_of_fall_backs():
-    for (value, base), expected in FALLBACK.items():
+    for value, base, expected in TABLES["rounded_up"]:
         assert rounded_up(value, base) == expected
     for root in range(2, 401):
         assert rounded_up(root**3, 1) == root**3
@@ -302,38 +228,13 @@ def test_a_line_of_a_file_means_all_its_combinations():
     assert list(read_buckets(text)) == sorted([*decode, *prompt])
 
 
-ERRORS = {  # line: column and words of its reason
-    "(1, 128, 0": (1, "no tuple"),
-    "  (1, 128": (3, "no tuple"),
-    "(1, 128)": (1, "not (batch, query, context)"),
-    "[1, 128, 0]": (1, "not (batch, query, context)"),
-    "__import__('os').system('true')": (1, "not (batch, query, context)"),
-    "  (1, 128, x)": (12, "x is no int, list of ints or range"),
-    "(1, 'ä', y)": (5, "'ä' is no int"),
-    "([1, 'ä'], 128, 0)": (6, "'ä' is no int"),
-    "([1, 2], ['ä', 3], 0)": (11, "'ä' is no int"),
-    "(1, 128.0, 0)": (5, "128.0 is no int"),
-    "(1, True, 0)": (5, "True is no int"),
-    "(1, 128, [range(1, 3)])": (11, "range(1, 3) is no int"),
-    "(1, 128, range(0, 5, 0))": (10, "a step other than 0"),
-    "(1, 128, range(1, stop=3))": (10, "is not range(start, stop[, step])"),
-    "(1, range(3, 3), 0)": (5, "does not have 1 to 10000 values"),
-    "(1, 128, [])": (10, "does not have 1 to 10000 values"),
-    "(1, 128, range(0, 10001))": (10, "does not have 1 to 10000 values"),
-    "(1, 128, range(0, 10**40))": (19, "is no int"),
-    "(1, 128, range(0, 1000000000000000000000))": (10, "does not have 1 to 10000 values"),
-    "(range(1, 101), range(2, 102), range(0, 11))": (1, "110000 buckets"),
-    "([4, 0], 128, 0)": (2, "batch 0 is below 1"),
-    "(1, 128, -1)": (10, "context -1 is below 0"),
-}
-
-
 def test_every_bad_line_is_reported_at_once_with_its_place():
+    lines, columns, reasons = zip(*TABLES["bad_lines"], strict=True)
     with pytest.raises(BucketFileInvalid) as caught:
-        read_buckets("\n".join(["(1, 128, 0)", *ERRORS]), source="b.txt")
+        read_buckets("\n".join(["(1, 128, 0)", *lines]), source="b.txt")
     bad = {each.line: each for each in caught.value.facts["lines"]}
-    assert sorted(bad) == [*range(2, len(ERRORS) + 2)]
-    for number, (text, (column, reason)) in enumerate(ERRORS.items(), 2):
+    assert sorted(bad) == [*range(2, len(lines) + 2)]
+    for number, text, column, reason in zip(count(2), lines, columns, reasons, strict=False):
         assert reason in bad[number].reason, text
         assert bad[number].column == column, text
         assert f"b.txt:{number}:{column}: " in str(caught.value)

@@ -14,6 +14,7 @@ import random
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,91 +53,8 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 import piecegraph
 from piecegraph.tools.integrations import vllm as piecegraph_worker
 
-SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 32,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "tie_word_embeddings": True,
-    },
-    "granite_hybrid": {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "layer_types": ["mamba", "attention", "mamba"],
-        "position_embedding_type": "rope",
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "attention_multiplier": 0.2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 128,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 64,
-    },
-    "gpt2": {  # its forward names `position_ids`
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": 64,
-        "n_layer": 3,
-        "n_head": 2,
-        "num_attention_heads": 2,
-        "n_positions": 512,
-        "n_inner": 128,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    "gpt_neox": {  # served by vLLM's Transformers backend, with inputs of shape [1, tokens]
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "rotary_pct": 0.25,
-        "num_attention_heads": 2,
-    },
-    "olmo": {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "num_attention_heads": 2},
-    "bert": {
-        "architectures": ["BertModel"],
-        "model_type": "bert",
-        "hidden_act": "gelu",
-        "num_attention_heads": 2,
-        "type_vocab_size": 2,
-        "layer_norm_eps": 1e-6,
-    },
-}
+MODELS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+SMALL = MODELS["small"]
 CHOICES = ("Paris", "Lyon", "blue", "red", "hot", "a river", "the sun", "a number", "not known")
 KINDS: list[dict[str, Any]] = [
     {},
@@ -161,16 +79,6 @@ KINDS: list[dict[str, Any]] = [
     {"structured_outputs": {"grammar": 'root ::= "(" [a-zA-Z ]{8,20} ")"'}},
 ]
 """Settings of requests that ask vLLM's sampler for something else than the others."""
-
-ENGINE: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "max_model_len": 256,
-    "max_num_batched_tokens": 128,
-    "max_num_seqs": 16,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-}
 
 
 def prompts(family: str, folder: Path) -> list[dict[str, list[int]]]:
@@ -334,11 +242,13 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Start an engine, generate, and report."""
     model = folder / job["family"]
     model.mkdir(exist_ok=True)
-    options = {**ENGINE, **job.get("engine", {})}
+    options = {**MODELS["engine"], **job.get("engine", {})}
     if job["family"] == "smollm2":
         options["skip_tokenizer_init"] = False  # for structured output
     else:
-        (model / "config.json").write_text(json.dumps({**SMALL, **FAMILIES[job["family"]]}))
+        (model / "config.json").write_text(
+            json.dumps({**SMALL, **MODELS["families"][job["family"]]})
+        )
     if not options["skip_tokenizer_init"] and job["family"] != "smollm2":
         write_tokenizer(model)
     if not (model / "model.safetensors").exists():

@@ -25,45 +25,14 @@ from piecegraph import (
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
 from piecegraph.runtime.setup.switches import resolve_config
 from piecegraph.settings import field_docstrings
+from tests.tables import tables_of
 
 OBJECTS = (Tracing, Codegen, Sizes, Variants, Attention, Steps)
 
-WRONG = [
-    ({"foo": 1}, "Config has no setting 'foo'. See help(piecegraph.Config)"),
-    ({"max_num_token": 3}, "has no setting 'max_num_token' (did you mean 'max_num_tokens'?)"),
-    ({"tracing": {"guard": 1}}, "no setting 'tracing.guard' (did you mean 'tracing.guards'?). See"),
-    ({"cache": {"layers": ({"at": "x", "trst": 1},)}}, "'cache.layers.trst' (did you mean 'cache."),
-    ({"strategy": "eagre"}, "strategy = 'eagre': unknown choice (did you mean 'eager'?). Choose"),
-    ({"strategy": {"kind": "lazy", "bytes": 1}}, "'strategy.bytes' (did you mean 'strategy.max_b"),
-    ({"strategy": {"kind": "lazy", "captures_per_step": 0}}, "strategy.captures_per_step = 0: it"),
-    (
-        {"tracing": {"guards": "prov"}},
-        "tracing.guards = 'prov': unknown choice (did you mean 'prov",
-    ),
-    ({"tracing": 3}, "tracing = 3: its type is int"),
-    (
-        {"attention": {"support": "ALLWAYS"}},
-        "attention.support = 'ALLWAYS': unknown choice. Choose",
-    ),
-    ({"attention": {"support": {"a": "X"}}}, "attention.support = 'X': unknown choice"),
-    ({"max_num_tokens": "x"}, "max_num_tokens = 'x': its type is str. Choose an integer."),
-    ({"max_num_tokens": 0}, "it is out of range. Choose a number greater than or equal to 1."),
-    ({"steps": {"memory_limit": "a"}}, "steps.memory_limit = 'a': its type is str. Choose an int"),
-    ({"steps": {"padding": {"ids": "zer"}}}, "steps.padding['ids'] = 'zer': unknown choice (did"),
-    ({"capture_sizes": (8, "a")}, "capture_sizes[1] = 'a': its type is str. Choose an integer."),
-    ({"capture_sizes": (8, 4, -1)}, "capture size 4 at position 1"),
-    ({"capture_sizes": (4096,)}, "capture size 4096 at position 0 of capture_sizes is above"),
-    ({"codegen": {"sizes": (4096,)}}, "codegen.sizes = 4096: it is outside the served range"),
-    ({"codegen": {"ranges": (0,)}}, "codegen.ranges = 0: it is outside the served range"),
-    ({"tracing": {"min_num_tokens": 4096}}, "tracing.min_num_tokens = 4096: it is outside the"),
-    ({"sizes": {"padding_limit": 3}}, "sizes.padding_limit = 3: its type is int"),
-    ({"splitting_ops": ("no_such_entry_point",)}, "splitting_ops = 'no_such_entry_point': the gro"),
-    ({"splitting_ops": ("no.such.module:f",)}, "splitting_ops = 'no.such.module:f': No module"),
-    ({"splitting_ops": (3,)}, "splitting_ops = 3: it is neither a name nor a function"),
-]
+TABLES = tables_of(__file__)
 
 
-@pytest.mark.parametrize(("settings", "message"), WRONG, ids=str)
+@pytest.mark.parametrize(("settings", "message"), TABLES["wrong"], ids=str)
 def test_a_wrong_setting_fails_in_config(settings, message):
     with pytest.raises(PiecegraphError) as caught:
         Config(**settings)
@@ -73,20 +42,7 @@ def test_a_wrong_setting_fails_in_config(settings, message):
         assert internal not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("guards", "tracing.guards"),
-        ("query_len", "variants.query_lens"),
-        ("attention_support", "attention.support"),
-        ("compile_ranges", "codegen.ranges"),
-        ("user_passes", "codegen.passes"),
-        ("cache_layers", "cache.layers"),
-        ("size_alignment", "sizes.alignment"),
-        ("after_seal", "steps.after_seal"),
-        ("captures_per_step", "strategy.captures_per_step"),
-    ],
-)
+@pytest.mark.parametrize(("name", "meant"), TABLES["meant"])
 def test_a_setting_of_an_object_is_found_by_its_own_name(name, meant):
     with pytest.raises(UnknownSetting, match=f"did you mean '{meant}'"):
         Config(**{name: 1})

@@ -19,6 +19,7 @@ from piecegraph.runtime.core.records import record_kinds
 from piecegraph.runtime.parts.log.first_steps import MOST
 from piecegraph.runtime.setup.remarks import Remark, StepsMissed, remarks_of, shown
 from piecegraph.tools.cli.app import main
+from tests.tables import tables_of
 
 from ..dispatch.test_dispatch_properties import plans
 
@@ -33,84 +34,13 @@ RIGHT = {
 }
 SPECULATIVE = {"variants": {"query_lens": 4}}
 
-WRONG = {
-    # DGX Spark recipes#5: six requests of four tokens, sizes of one
-    "sizes in requests": (
-        {**SPECULATIVE, "capture_sizes": (1, 2, 4, 6), "max_num_reqs": 6},
-        "decodes of 2 to 6 requests with 4 tokens have no graph",
-        "Add 24 to capture_sizes, which are in tokens.",
-    ),
-    # vllm-ascend#16049
-    "sizes on a grid that max_num_reqs is not on": (
-        {"capture_sizes": (1, 2, 4, 8), "max_num_reqs": 12},
-        "decodes of 9 to 12 requests with 1 tokens have no graph",
-        "Add 12 to capture_sizes",
-    ),
-    "padding that is not allowed": (
-        {"sizes": {"padding_limit": {"tokens": 0}}, "capture_sizes": (1, 2, 4, 8)},
-        "decodes of 3, 5 to 7 requests with 1 tokens have no graph",
-        "Add 3, 5 to 7 to capture_sizes",
-    ),
-    # vllm#49549
-    "compile sizes that padding makes unreachable": (
-        {"codegen": {"sizes": (1, 2, 6)}, "capture_sizes": (3, 6, 12)},
-        "codegen.sizes has 1, 2, and each step of so many tokens is padded",
-        "Compile sizes that are captured",
-    ),
-    "attention that is not declared": (
-        {"attention": {}},
-        "graph mode FULL_AND_PIECEWISE is PIECEWISE",
-        "Declare what attention can do",
-    ),
-    # vllm-ascend#7148: FULL, and drafts that attention cannot take
-    "drafts that attention does not support": (
-        {
-            **SPECULATIVE,
-            "graph_mode": "FULL_AND_PIECEWISE",
-            "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
-        },
-        "so decode of query length 4 cannot be FULL",
-        "correct what it lacks",
-    ),
-    # SemiAnalysisAI/InferenceX#1755: graphs turned off beside their sizes
-    "sizes without graphs": (
-        {"graph_mode": "NONE", "capture_sizes": (1, 2)},
-        "capture_sizes has no effect beside graph_mode",
-        "Leave one of them out.",
-    ),
-    "LoRA graphs without LoRA": (
-        {"variants": {"lora_graphs": "by_count"}},
-        "variants.lora_graphs has no effect",
-        "Leave it out.",
-    ),
-    "a directory for no cache": (
-        {"cache_dir": "/tmp/none"},
-        "cache_dir has no effect beside cache",
-        "Leave one of them out.",
-    ),
-    "compile ranges of a model that is not compiled": (
-        {"compile": False, "graph_mode": "FULL", "codegen": {"ranges": (16,)}}
-        | {"attention": {"support": "ALWAYS"}},
-        "codegen.ranges has no effect beside compile",
-        "Leave one of them out.",
-    ),
-    "buckets beside sizes": (
-        {"sizes": {"buckets": ((1, 1, 1),)}, "capture_sizes": (1, 2)},
-        "capture_sizes has no effect beside sizes.buckets",
-        "Leave one of them out.",
-    ),
-    "shares of memory that has no limit": (
-        {"sizes": {"buckets": ((1, 1, 1),), "bucket_memory": {"prompt_share": 0.5}}},
-        "sizes.bucket_memory has no effect",
-        "Leave it out.",
-    ),
-}
+WRONG = tables_of(__file__)
 
 
-@pytest.mark.parametrize("settings", WRONG.values(), ids=WRONG)
-def test_recipes_5_vllm_49549_a_wrong_configuration_is_told_with_its_remedy(settings):
-    wrong, what, todo = settings
-    told = remarks_of(Config(**(RIGHT | wrong)))
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_recipes_5_vllm_49549_a_wrong_configuration_is_told_with_its_remedy(wrong):
+    told = remarks_of(Config(**(RIGHT | wrong["settings"])))
+    what, todo = wrong["what"], wrong["todo"]
     assert [remark for remark in told if what in remark.what and todo in remark.todo], told
 
 
@@ -219,12 +149,12 @@ def test_first_steps_say_what_the_engine_does_not_state():
 
 @pytest.mark.compile
 def test_capture_that_is_never_called_is_told_and_reported():
-    wrong, what, _ = WRONG["sizes in requests"]
-    prepared = prepare(Told(), Config(**(RIGHT | wrong)))
+    wrong = WRONG["sizes in requests"]
+    prepared = prepare(Told(), Config(**(RIGHT | wrong["settings"])))
     for _ in range(20):
         prepared(torch.ones(3, 4), batch=Batch(3, 3, is_decode=True, query_len=1))
     report = prepared.report()["remarks"]
-    assert [row["what"] for row in report["uncovered"]] == [what]
+    assert [row["what"] for row in report["uncovered"]] == [wrong["what"]]
     assert "not captured yet" in report["steps"][0]["what"]
     kinds = [kind for kind in record_kinds(Remark) if kind is not Remark]
     assert {kind.report for kind in kinds} == {f"remarks.{key}" for key in report}
@@ -232,10 +162,11 @@ def test_capture_that_is_never_called_is_told_and_reported():
 
 def test_doctor_reads_settings_without_a_model(tmp_path, capsys):
     path = tmp_path / "config.json"
-    wrong, what, todo = WRONG["sizes in requests"]
-    for settings, status, line in ((RIGHT | wrong, 1, todo), (RIGHT, 0, "no step is slow")):
+    wrong = WRONG["sizes in requests"]
+    told, nothing = (RIGHT | wrong["settings"], 1, wrong["todo"]), (RIGHT, 0, "no step is slow")
+    for settings, status, line in (told, nothing):
         path.write_text(json.dumps(settings))
         assert main(["doctor", "--config", str(path)]) == status
         shown = " ".join(capsys.readouterr().out.split())
         assert line in shown
-        assert (what in shown) == bool(status)
+        assert (wrong["what"] in shown) == bool(status)

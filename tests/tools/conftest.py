@@ -7,8 +7,10 @@ the real rows. So the engine's side of a step is tested by itself.
 from __future__ import annotations
 
 import io
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -70,38 +72,7 @@ def started(**options):
         yield Started(service, requests, console)
 
 
-LIBRARY_REPORT = {
-    "startup": {
-        "phases": [{"name": "trace", "seconds": 0.5}, {"name": "capture", "seconds": 0.1}],
-        "prepare_seconds": 0.5,
-        "before_prepare_seconds": None,
-    },
-    "remarks": {},
-    "returns": [],
-    "background": None,
-    "shadow": None,
-    "cache": {
-        "hit": False,
-        "reason": "no entry",
-        "detail": None,
-        "entries": 4,
-        "bytes": 40_000,
-        "verified": "the model was traced by this start",
-        "not_cacheable": [],
-    },
-    "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
-    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": [[1, 128]]},
-    "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
-    "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
-    "executables": {
-        "FULL": {"graphs": 6, "topologies": 2, "driver_bytes": 6144, "saved_bytes": 4096}
-    },
-    "dispatch": [
-        {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
-        {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},
-        {"mode": "NONE", "num_tokens": 30, "count": 1, "padded_tokens": 0},
-    ],
-}
+LIBRARY_REPORT = json.loads(Path(__file__).with_name("library_report.json").read_text())
 
 
 SUGGESTED = {

@@ -11,9 +11,11 @@ from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import declared_options, flag_of
 from piecegraph.tools.serve.trace import EXCERPT
+from tests.tables import tables_of
 
 from .conftest import LIBRARY_REPORT
 
+BAD = tables_of(__file__)
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
 
 
@@ -164,45 +166,6 @@ def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         main(QUICK)
     assert library[0].calls[-1] == "close"
-
-
-BAD = {
-    "--model": [
-        "huge",
-        "layers=0",
-        "layers=x",
-        "hidden=33",
-        "hidden=1000000000",
-        "heads=4,kv_heads=3",
-        "",
-    ],
-    "--dtype": ["int8"],
-    "--device": ["quantum", "cuda:99", "meta", "tpu", "cpu:3", ""],
-    "--seed": ["-1", "x", str(2**63)],
-    "--trace": ["/does/not/exist.csv", "/"],
-    "--requests": ["0", "1001", "many"],
-    "--length-scale": ["0", "-1", "nan", "inf", "x", "400"],
-    "--time-scale": ["-1", "nan"],
-    "--temperature": ["-1", "x", "nan", "0,inf", ""],
-    "--top-k": ["-1", "1.5"],
-    "--top-p": ["0", "1,1.1"],
-    "--skip-warmup": ["none", "sampler,defragmenter"],
-    "--defragment": ["-1"],
-    "--mode": ["fast"],
-    "--strategy": ["never"],
-    "--capture-sizes": ["1,two", "", "1,,2"],
-    "--max-num-tokens": ["0", "15", str(10**15)],
-    "--max-num-reqs": ["0", "129", str(10**15)],
-    "--backend": ["gcc"],
-    "--level": ["-1", "4"],
-    "--block-size": ["0", str(10**16)],
-    "--kv-blocks": ["0", "1", str(10**16)],
-    "--verify": ["maybe"],
-    "--json": ["/does/not/exist/report.json", "/", "/proc/report.json"],
-    "--metrics": ["/proc/metrics"],
-    "--dump-dir": ["/proc/dump", "/dev/null"],
-    "--unknown": ["1"],
-}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from piecegraph.compile.conditions.locator import Locator, Unlocatable
+from tests.tables import tables_of
 
 
 class Model(nn.Module):
@@ -21,30 +22,7 @@ class Model(nn.Module):
         return x
 
 
-EXPRESSIONS = [
-    "L['self']",
-    "L['self'].parts",
-    "L['self']._modules['parts']._modules['1']._parameters['weight']",
-    "L['self']._modules['parts']._modules['1']._parameters['weight'].requires_grad",
-    "L['self'].settings",
-    "L['self'].settings['a']",
-    "L['self'].settings['a'][1]",
-    "L['self'].settings['a'][1]['b.c']",
-    "L['self'].settings['d]']",
-    "L['self'].settings['e[0]']",
-    "L['self'].settings['e[0]'][0]",
-    "L['self'].settings['e[0]'][-1]",
-    "L['self'].settings[6]",
-    'L["self"].settings["a"]',
-    "L['self'].settings[list(dict.keys(L['self'].settings))[1]]",
-    "list(dict.keys(L['self'].settings))[0]",
-    "type(L['self']).forward",
-    "dict(type(L['self']).__mro__[0].__dict__)['forward']",
-    "L['self'].itself[0]",
-    "L['self'].itself[0].settings",
-    "G['torch'].nn",
-]
-MISSING = ["L['self'].other", "L['self'].settings['f']", "L['self'].settings['a'][2]", "L", "x.y"]
+EXPRESSIONS = tables_of(__file__)
 
 
 def locator(model):
@@ -56,13 +34,13 @@ def locator(model):
 def test_expressions_are_located_alike_alone_and_after_others():
     model = Model()
     together = locator(model)
-    for expression in EXPRESSIONS:
+    for expression in EXPRESSIONS["found"]:
         alone, found = locator(model), together.locate(expression)
         expected = alone.locate(expression)
         assert found.value is expected.value or found.value == expected.value
         assert (found.root, found.steps) == (expected.root, expected.steps), expression
         assert alone.aliases.items() <= together.aliases.items()
-    for expression in MISSING:
+    for expression in EXPRESSIONS["missing"]:
         with pytest.raises(Unlocatable):
             together.locate(expression)
 

@@ -12,46 +12,14 @@ from piecegraph import Config, compile_ahead, explain_miss, prepare
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile.conditions.values import Undescribable
 from piecegraph.compile.plan import split_model
+from tests.tables import tables_of
 from tests.text_compiler import use_text_compiler
 
 from ..starts import start
 
 pytestmark = pytest.mark.compile
 
-FORMS = {
-    "kept result": (
-        "import types\nPART = types.SimpleNamespace(gain=2.0)\n"
-        "@torch._dynamo.assume_constant_result\ndef gain(part): return part.gain",
-        "x * gain(PART)  # here",
-        r"the result of gain cannot be described",
-    ),
-    "code that has no name": (
-        "def f(v): return v * 2\n"
-        "@torch.compiler.substitute_in_graph(f)  # here\ndef g(v): return v * 2",
-        "x * f(2.0)",
-        r"the code of g cannot be located",
-    ),
-    "function in the graph": (
-        "def made():\n    def f(x): return x * 2\n    return f\n"
-        "f = torch._dynamo.allow_in_graph(made())",
-        "f(x)  # here",
-        r"function case:made.<locals>.f cannot be located by its name",
-    ),
-    "op": (
-        "STREAM = io.StringIO()\n"
-        "@torch.library.custom_op('pg_forms::scale', mutates_args=())\n"
-        "def scale(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
-        "@scale.register_fake\ndef fake(x):\n    STREAM\n    return torch.empty_like(x)",
-        "scale(x)  # here",
-        r"op pg_forms::scale.*STREAM is a _io.StringIO, which has no description",
-    ),
-    "default": (
-        "STREAM = io.StringIO()",
-        "x * 2",
-        r"model.forward.__func__.__defaults__.* is a _io.StringIO, which has no description",
-    ),
-}
-"""What stands before the model, what its forward returns, and the line of the report."""
+FORMS = tables_of(__file__)
 
 SOURCE = """
 import io, torch
@@ -70,10 +38,10 @@ KEPT = pytest.mark.needs_torch("2.12", "Dynamo 2.11 cannot trace a kept result o
 )
 def test_pytorch_189330_report_names_the_condition_and_the_line(form, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
-    before, result, expected = FORMS[form]
+    case = FORMS[form]
     file = tmp_path / "case.py"
     default = ", stream=STREAM" if form == "default" else ""
-    file.write_text(SOURCE.format(before=before, result=result, default=default))
+    file.write_text(SOURCE.format(**case, default=default))
     spec = importlib.util.spec_from_file_location("case", file)
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,7 +65,7 @@ def test_pytorch_189330_report_names_the_condition_and_the_line(form, tmp_path, 
         assert bool(built) == (number_of_start == 0 or form == "op")
         assert not report["hit"]
         (line,) = report["not_cacheable"]
-        assert re.search(expected, line), line
+        assert re.search(case["report"], line), line
         if "# here" in file.read_text():
             number = file.read_text().split("# here")[0].count("\n") + 1
             assert f"{file}:{number}" in line
