@@ -214,7 +214,6 @@ def graph_bytes(scale: Scale) -> dict[str, Any]:
         "planned_bytes": planned,
         "largest": max(captures, key=lambda each: each["bytes"]),
         "capture_seconds": sum(each["ms"] for each in captures) / 1000,
-        "executables": model.report()["executables"],
         "failed": [
             *above("forecast_off", abs(planned - taken) / max(taken, 1)),
             *above("forecast_off", abs(stated - taken) / max(taken, 1)),

@@ -72,7 +72,6 @@ class IdleGraph:
     """A capture, which runs what it captures, and its graph, which runs nothing."""
 
     operations = 1
-    topology = ""
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)

@@ -28,7 +28,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
     capture_is_invalid,
-    captured_graph,
+    captured_nodes,
     current_stream_handle,
     end_allocation_to_pool,
     flush_host_cache,
@@ -65,8 +65,7 @@ class CudaPool:
 class CudaGraph:
     """A captured graph. One without nodes only owns memory and is never replayed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, topology: str) -> None:
-        self.topology = topology
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
         self.operations = nodes
         self._graph = graph
 
@@ -105,7 +104,7 @@ class CudaCapture:
         try:
             if capture_is_invalid():
                 raise RuntimeError(_BY_OTHERS)
-            nodes, topology = captured_graph()
+            nodes = captured_nodes()
         except BaseException:
             self._discard()
             raise
@@ -124,7 +123,7 @@ class CudaCapture:
             self._recover()
             raise
         self._close()
-        return CudaGraph(self._graph, nodes, topology)
+        return CudaGraph(self._graph, nodes)
 
     def abort(self) -> None:
         self._tracker.stop()

@@ -73,10 +73,6 @@ class Graph(Protocol):
     def replay(self) -> Callable[[], None]:
         """Run the recorded work on the recorded addresses."""
 
-    @property
-    def topology(self) -> str:
-        """Equal if `cudaGraphExecUpdate` can turn one graph into the other; empty if unknown."""
-
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""
 

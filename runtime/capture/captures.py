@@ -126,7 +126,6 @@ class Captures:
             bytes=num_bytes,
             allocated=recording.allocated,
             segments=len(recording.segments),
-            topologies=[g.topology for g in recording.graphs if g.topology and g.operations],
             descriptor=self.plan.entries[graph_index].descriptor.as_json(),
         )
         self.records.add(record)

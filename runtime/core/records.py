@@ -117,13 +117,7 @@ class CaptureRecord(GraphRecord, event="capture", report="captures"):
     allocated: int
     """The part of torch's allocator."""
     segments: int
-    topologies: list[str]
-    """Of the graphs that are replayed: equal if one executable can become the other."""
     descriptor: Mapping[str, Any]
-
-    @classmethod
-    def reported(cls, records: list[Self]) -> dict[str, Any]:
-        return {**super().reported(records), "executables": _executables(records)}
 
 
 class CaptureFailure(GraphRecord, event="capture.failed", level=logging.WARNING):
@@ -357,25 +351,6 @@ class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     graphs: list[str]
     file: str | None
     changed: str
-
-
-def _executables(captures: Sequence[CaptureRecord]) -> dict[str, dict[str, int]]:
-    """By mode: graphs, their topologies, and what the driver took for them. If graphs of one
-    topology shared one executable, `saved_bytes` of that would be left."""
-    rows = {}
-    for mode in {capture.mode: None for capture in captures}:
-        of_mode = [capture for capture in captures if capture.mode == mode]
-        graphs = [topology for capture in of_mode for topology in capture.topologies]
-        driver_bytes = sum(max(0, capture.bytes - capture.allocated) for capture in of_mode)
-        if graphs:
-            spare = len(graphs) - len(set(graphs))
-            rows[mode] = {
-                "graphs": len(graphs),
-                "topologies": len(set(graphs)),
-                "driver_bytes": driver_bytes,
-                "saved_bytes": driver_bytes * spare // len(graphs),
-            }
-    return rows
 
 
 R = TypeVar("R", bound=Record)

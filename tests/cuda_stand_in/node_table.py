@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import piecegraph as pg
-from piecegraph.torch_compat.basics.cuda import captured_graph
+from piecegraph.torch_compat.basics.cuda import captured_nodes
 
 from .control import StandIn
 from .models import _OPS
@@ -146,7 +146,7 @@ def of_torch_compile(model: Model) -> int:
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         compiled(ids, ids)
-        return captured_graph()[0]
+        return captured_nodes()
 
 
 if __name__ == "__main__":

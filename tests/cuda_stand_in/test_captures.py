@@ -20,8 +20,8 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
 
-from .conftest import EXPANDABLE, MAPPING, on_stand_in
-from .control import EXECUTABLE_NODE, LAUNCH_FAILURE, OUT_OF_MEMORY
+from .conftest import EXPANDABLE, MAPPING
+from .control import LAUNCH_FAILURE, OUT_OF_MEMORY
 from .models import batch, eager, prepared
 
 two_devices = pytest.mark.skipif(
@@ -396,21 +396,7 @@ def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(captures
         raise RuntimeError("the driver does not say")
 
     with monkeypatch.context() as patch:
-        patch.setattr("piecegraph.runtime.backends.cuda.captured_graph", unreadable)
+        patch.setattr("piecegraph.runtime.backends.cuda.captured_nodes", unreadable)
         with pytest.raises(CaptureFailed, match="does not say"):
             captures.of(good)
     captures.check(captures.of(good))
-
-
-def test_graphs_of_one_topology_are_counted(captures):
-    model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
-    model.capture(lambda *_: None)
-    row = model.report()["executables"]["PIECEWISE"]
-    assert (row["graphs"], row["topologies"]) == (6, 2)
-    if on_stand_in():
-        nodes = sum(s.operations for _, each in model.recordings() for s in each.segments[::2])
-        assert row["driver_bytes"] == nodes * EXECUTABLE_NODE
-    assert row["saved_bytes"] == row["driver_bytes"] * 4 // 6
-    model.close()
-    one, two = captures.of(good), captures.of(lambda x: (x * 2, x * 3, x * 4))
-    assert one.graphs[0].topology != two.graphs[0].topology

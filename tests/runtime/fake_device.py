@@ -85,7 +85,6 @@ class _Tracker(TensorTracker):
 @dataclass(eq=False)
 class FakeGraph:
     graph: DeviceGraph
-    topology: str = ""
 
     @property
     def operations(self):

@@ -90,7 +90,7 @@ def test_a_report_does_not_depend_on_the_event_log(events):
 def test_records_have_a_bound():
     records = Records()
     for step in range(KEPT + 3):
-        records.add(CaptureRecord("FULL", 8, 0, step, 1.0, 100, 90, 1, [], {}))
+        records.add(CaptureRecord("FULL", 8, 0, step, 1.0, 100, 90, 1, {}))
     captures = records.of(CaptureRecord)
     assert len(captures) == KEPT
     assert captures[-1].step == KEPT + 2

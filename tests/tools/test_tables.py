@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from piecegraph.tools.report.sections import executable_lines, rich_table, size
+from piecegraph.tools.report.sections import rich_table, size
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,3 @@ def test_a_terminal_s_width_cuts_no_word_of_a_header():
     text = stream.getvalue()
     for word in " ".join(heads).split():
         assert word in text
-
-
-def test_executables_are_stated_by_mode_with_what_sharing_would_save():
-    row = {"graphs": 6, "topologies": 2, "driver_bytes": 6144, "saved_bytes": 4096}
-    (line,) = executable_lines({"FULL": row})
-    assert line.startswith("FULL: 6 graphs of 2 topologies. The driver took 6.0 KiB;")
-    assert line.endswith("would save 4.0 KiB.")
-    assert executable_lines({}) == []

@@ -53,7 +53,6 @@ def collect(
         "policy": prepared.config.tracing.guards.value if prepared.config.compile else None,
         "regions": report["regions"],
         "captures": captures(prepared),
-        "executables": report["executables"],
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],
         "forecast": report["memory_forecast"],

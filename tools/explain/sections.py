@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..report.sections import ReportSection, Table, columns, executable_lines, size
+from ..report.sections import ReportSection, Table, columns, size
 from .against import against_section
 from .picture import picture
 
@@ -168,7 +168,6 @@ def _captures(facts: Facts) -> ReportSection:
         f"Forecast before the captures: {size(row['forecast'])}; actual: {size(row['actual'])}."
         for row in facts["forecast"]
     ]
-    notes += executable_lines(facts["executables"])
     largest = max((row["bytes"] for row in rows), default=0) or 1
     plan = [
         (

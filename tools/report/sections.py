@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,13 +125,3 @@ def size(num_bytes: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
-
-
-def executable_lines(executables: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What one executable for each topology of graphs would save; nothing without a device."""
-    return [
-        f"{mode}: {row['graphs']} graphs of {row['topologies']} topologies. The driver took"
-        f" {size(row['driver_bytes'])}; one executable per topology would save"
-        f" {size(row['saved_bytes'])}."
-        for mode, row in executables.items()
-    ]

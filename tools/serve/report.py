@@ -17,7 +17,7 @@ from ..engine.scheduler import Request
 from ..engine.serving_log import ServingLog
 from ..report.origin import origin
 from ..report.output import Output
-from ..report.sections import ReportSection, Table, columns, executable_lines, size
+from ..report.sections import ReportSection, Table, columns, size
 from .options import RunOptions
 from .verify import VerificationResult
 
@@ -167,7 +167,6 @@ def run_sections(report: Report) -> list[ReportSection]:
         ReportSection(
             "Captures",
             [Table(captures, columns("mode", "tokens", "ms", "memory"))],
-            executable_lines(report["executables"]),
         ),
         _dispatch_section(report["dispatch"]),
         ReportSection("Latency, ms", [Table(latencies, columns("", *PERCENTILES))]),

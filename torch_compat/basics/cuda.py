@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,35 +51,20 @@ def capture_is_invalid() -> bool:
 _INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
 
-def captured_graph() -> tuple[int, str]:
-    """Nodes of the graph that the current stream is capturing into, and a digest of its topology.
+def captured_nodes() -> int:
+    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
 
-    The topology is what `cuGraphExecUpdate` needs equal: the types of the nodes, and the edges.
-    0 and "" for an invalid capture. The graph may be read while it is captured (driver API,
-    cuStreamGetCaptureInfo). Asking now spares `keep_graph=True`, which keeps each graph beside its
-    executable form.
+    The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
+    spares `keep_graph=True`, which keeps each graph beside its executable form.
     """
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
     _driver("cuStreamGetCaptureInfo_v2", stream, *out)
-    num_nodes, num_edges = ctypes.c_size_t(), ctypes.c_size_t()
-    if not graph:
-        return 0, ""
-    _driver("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
-    _driver("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(num_edges))
-    nodes = (ctypes.c_void_p * num_nodes.value)()
-    _driver("cuGraphGetNodes", graph, nodes, ctypes.byref(num_nodes))
-    ends = [(ctypes.c_void_p * num_edges.value)() for _ in range(2)]
-    kinds = (ctypes.c_uint64 * num_edges.value)()  # CUgraphEdgeData has 8 bytes
-    _driver("cuGraphGetEdges_v2", graph, *ends, kinds, ctypes.byref(num_edges))
-    node_type, types = ctypes.c_int(), []
-    for node in nodes:
-        _driver("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(node_type))
-        types.append(node_type.value)
-    position = {node: index for index, node in enumerate(nodes)}
-    edges = sorted(zip(*([position[node] for node in end] for end in ends), kinds, strict=True))
-    return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()[:16]
+    nodes = ctypes.c_size_t()
+    if graph:
+        _driver("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+    return nodes.value
 
 
 def upload(graph: torch.cuda.CUDAGraph) -> None:

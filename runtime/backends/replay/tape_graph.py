@@ -20,8 +20,6 @@ class TapeGraph:
     `poisons` and `moved_is_error` see `ReplayOptions`.
     """
 
-    topology = ""
-
     def __init__(
         self,
         tape: Tape,

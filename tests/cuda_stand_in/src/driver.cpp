@@ -171,31 +171,6 @@ EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count
   return as_driver(cudaGraphGetNodes(graph, nodes, count));
 }
 
-EXPORT CUresult cuGraphGetEdges_v2(CUgraph graph, CUgraphNode* from, CUgraphNode* to, CUgraphEdgeData* data,
-                                    size_t* count) {
-  Lock lock(state().mutex);
-  size_t i = 0;
-  for (auto& node : reinterpret_cast<Graph*>(graph)->nodes)
-    for (auto* before : node->after) {
-      if (from && i < *count) {
-        from[i] = reinterpret_cast<CUgraphNode>(before);
-        to[i] = reinterpret_cast<CUgraphNode>(node.get());
-        data[i] = {};
-      }
-      i++;
-    }
-  *count = i;
-  return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
-  const std::string& name = reinterpret_cast<GraphNode*>(node)->name;
-  *type = name.rfind("memcpy", 0) == 0   ? CU_GRAPH_NODE_TYPE_MEMCPY
-          : name.rfind("memset", 0) == 0 ? CU_GRAPH_NODE_TYPE_MEMSET
-                                         : CU_GRAPH_NODE_TYPE_KERNEL;
-  return CUDA_SUCCESS;
-}
-
 EXPORT CUresult cuGraphUpload(CUgraphExec executable, CUstream) {
   Lock lock(state().mutex);
   if (cudaError_t fault = entered("cuGraphUpload")) return as_driver(fault);

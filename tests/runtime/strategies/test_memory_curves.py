@@ -36,7 +36,6 @@ class Pool:
 
 class PoolGraph:
     operations = 1
-    topology = ""
 
     def __init__(self, pool, own, working):
         self._pool = pool
