@@ -8,6 +8,7 @@ keeps its identity, so a new tensor is never mistaken for an old one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -82,12 +83,18 @@ class Ownership:
     `constant` are the storages that no code writes to: weights, but for those that are written.
     """
 
-    __slots__ = ("_found", "_made", "_returned", "before_collective", "constant", "left")
+    __slots__ = (
+        "_found", "_made", "_returned", "before_collective", "constant", "left", "read", "reads",
+    )  # fmt: skip
 
     def __init__(self, constant: Collection[int] = ()) -> None:
         self.constant = constant
         self.before_collective: Callable[[str], object] = lambda op: None
         """Called where a capture that runs what it records is about to wait for other ranks."""
+        self.reads: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered around the body of a custom op, in which no function mode of its caller is."""
+        self.read = set[int]()
+        """Addresses of memory that operators inside pieces, or kernels without one, were given."""
         self._made: dict[int, StorageWeakRef] = {}
         self._returned: dict[int, StorageWeakRef] = {}
         self.left: dict[int, Left] = {}
@@ -238,7 +245,9 @@ class TensorTracker(LightDispatchMode):
 
     def refuse_in_piece(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         """As `refuse`, of an operator that compiled code calls."""
-        self.refuse(func, args, kwargs, memory_of((args, kwargs)))
+        used = memory_of((args, kwargs))
+        self.ownership.read |= {tensor.untyped_storage().data_ptr() for tensor in used}
+        self.refuse(func, args, kwargs, used)
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; operators called in the body of a custom op are seen too."""
@@ -250,7 +259,8 @@ class TensorTracker(LightDispatchMode):
     def kernel(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run what is called outside of a capture: the CPU's kernel, if all tensors are there."""
         on_cpu = {tensor.is_cpu for tensor in memory_of((args, kwargs))} == {True}
-        return run_kernel(func, "CPU" if on_cpu else self._device, args, kwargs)
+        with self.ownership.reads():
+            return run_kernel(func, "CPU" if on_cpu else self._device, args, kwargs)
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece: what its operators make is its own, unless it is a result."""

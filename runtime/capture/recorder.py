@@ -125,8 +125,9 @@ class Notes(Protocol):
     def open(self) -> None: ...
     def close(self) -> None: ...
 
-    def reads(self) -> AbstractContextManager[Any]:
-        """Entered around the recording."""
+    def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
+        """Entered around the recording, and the bodies of its custom ops. Adds to `addressed` the
+        memory of which Python reads the address, for a kernel that is no operator."""
 
     def finish(self) -> None:
         """The capture has ended: hold nothing of what was read."""
@@ -174,6 +175,7 @@ class Recorder:
         self.graphs: list[Graph] = []
         self.ownership = ownership
         ownership.before_collective = session.agreement.before
+        ownership.reads = self.noted
         self._session = session
         self._open: Capture | None = None
         self.in_op = False
@@ -247,7 +249,7 @@ class Recorder:
         """Note what is read of tensors, except in a model with regions, as above."""
         if self._notes is None or self._has_regions:
             return nullcontext()
-        return self._notes.reads()
+        return self._notes.reads(self.ownership.read)
 
     def begin(self) -> None:
         """Open a graph."""

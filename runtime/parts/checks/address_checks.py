@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -235,11 +235,11 @@ class MetadataAddresses:
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
-        read_by_graph: Iterable[Tensor],
+        storages: Collection[int],
         names: Mapping[str, Any],
     ) -> None:
-        """`tensors` by path, an expression in which `names` may occur; see `step_reads.reader`."""
-        storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
+        """`tensors` by path, an expression in which `names` may occur; see `step_reads.reader`.
+        `storages` are addresses of the memory that the graph reads."""
         read = {
             path: tensor
             for path, tensor in tensors.items()

@@ -178,12 +178,16 @@ class Observer:
                 text = expression.format(path, key=self._noting.key(key))
                 self._noting.value(text, value)
 
-    def tensor_fact(self, tensor: Tensor, expression: str, args: Any, value: Any) -> None:
-        """`expression` of a tensor (`{}`), such as its shape, was read."""
+    def tensor_fact(self, tensor: Tensor, name: str, given: Any, value: Any) -> None:
+        """An attribute of a tensor, such as its shape, was read, or a method called with `given`,
+        positional arguments and keywords."""
         with self._path_of(tensor, None) as path:
             if path is not None:
-                keys = ", ".join(map(self._noting.key, args))
-                self._noting.value(f"{path}.{expression.format(keys)}", value)
+                if given is not None:
+                    key, (args, kwargs) = self._noting.key, given
+                    texts = [*map(key, args), *(f"{n}={key(v)}" for n, v in kwargs.items())]
+                    name += f"({', '.join(texts)})"
+                self._noting.value(f"{path}.{name}", value)
 
     def _hand_out(self, path: str, value: Any) -> Any:
         """Note what `value` is; returns it, or what stands in for it."""

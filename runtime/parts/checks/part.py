@@ -181,10 +181,12 @@ class ChecksPart(Part):
         reads: StepReads | None = recording.notes
         noted, names = (reads.tensors, reads.names) if reads else ({}, {})
         addresses.values = self._host_values(graph)
-        if graph.entry.mode is RuntimeMode.FULL:
-            by_path = metadata_tensors(recording.metadata) | noted
-            read = MetadataAddresses(by_path, recording.ownership.found(), names)
-            metadata = read or None
+        is_full, owned = graph.entry.mode is RuntimeMode.FULL, recording.ownership
+        by_path = (metadata_tensors(recording.metadata) if is_full else {}) | noted
+        found = {tensor.untyped_storage().data_ptr() for tensor in owned.found()}
+        read = MetadataAddresses(by_path, found | owned.read, names)
+        metadata = read or None
+        if is_full:
             addressed = addresses.addresses() | {view.data_ptr() for view in graph.inputs.views}
             self._report_unwatched(graph, addressed | read.addresses())
         if reads is not None:

@@ -95,9 +95,10 @@ class StepReads:
         if self._observer is not None:
             self._observer.open()
 
-    def reads(self) -> AbstractContextManager[Any]:
+    def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
         """Entered around what is watched: notes what is read of tensors."""
-        return TensorReads(self._observer) if self._observer is not None else nullcontext()
+        observer = self._observer
+        return TensorReads(observer, addressed) if observer is not None else nullcontext()
 
     def close(self) -> None:
         """Raises ReadNotKept, also if the op that read has gone on."""
@@ -275,8 +276,6 @@ class _Text:
 
 
 _FACTS = (bool, int, str, tuple, torch.dtype, torch.device, torch.layout)
-_OF_MEMORY = ("data_ptr", "storage_offset")
-"""Of what is compared as memory."""
 
 
 class TensorReads(TorchFunctionMode):
@@ -286,18 +285,21 @@ class TensorReads(TorchFunctionMode):
     that no kernel reads, and of its number of rows, a graph has what Python made of it.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, addressed: set[int]) -> None:
         super().__init__()
         self._observer = observer
+        self._addressed = addressed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, _FACTS) and args and isinstance(args[0], Tensor) and not kwargs:
+        if func is Tensor.data_ptr:
+            self._addressed.add(args[0].untyped_storage().data_ptr())
+        elif isinstance(result, _FACTS) and args and isinstance(args[0], Tensor):
             name, is_attribute = getattr(func, "__name__", ""), False
             if name == "__get__":
                 name, is_attribute = func.__self__.__name__, True
             is_read = name == "__len__" or (not name.startswith("_") and hasattr(Tensor, name))
-            if is_read and name not in _OF_MEMORY:
-                expression = name if is_attribute else name + "({})"
-                self._observer.tensor_fact(args[0], expression, args[1:], result)
+            if is_read:
+                given = None if is_attribute else (args[1:], kwargs or {})
+                self._observer.tensor_fact(args[0], name, given, result)
         return result

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
@@ -30,7 +33,13 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
-from piecegraph.errors import AllCapturesFailed, OutsideStep, ReadNotKept, StaleContext
+from piecegraph.errors import (
+    AllCapturesFailed,
+    MovedTensor,
+    OutsideStep,
+    ReadNotKept,
+    StaleContext,
+)
 from piecegraph.runtime.capture.op_log import line_of_difference, ops_of
 from piecegraph.runtime.parts.checks.step_reads import StepReads
 from piecegraph.torch_compat.basics.tensors import without_modes
@@ -336,7 +345,7 @@ def noted(read, metadata, whole=False):
     context, reads = ForwardContext({}, metadata=metadata), StepReads()
     reads.kept.whole = whole
     reads.watch(context)
-    with reads.reads():
+    with reads.reads(set()):
         reads.open()
         read(context.metadata)
         reads.close()
@@ -441,6 +450,86 @@ def test_each_kind_of_change_is_noticed(change):
     reads.check(ForwardContext({}, metadata=copy.copy(captured)))
     with pytest.raises(StaleContext):
         reads.check(ForwardContext({}, metadata=step))
+
+
+FACTS: dict[str, tuple[Callable[[Any], float], Callable[[], Any]]] = {
+    "shape": (lambda t: t.shape[1], lambda: torch.ones(2, 3)),
+    "size(dim=1)": (lambda t: t.size(dim=1), lambda: torch.ones(2, 3)),
+    "__len__()": (len, lambda: torch.ones(3, 2)),
+    "dtype": (lambda t: t.dtype.itemsize, lambda: torch.ones(2, 2).half()),
+    "stride(0)": (lambda t: t.stride(0), lambda: torch.ones(3, 2).t()[:2]),
+    "storage_offset()": (lambda t: t.storage_offset() + 1.0, lambda: torch.ones(8)[1:5].view(2, 2)),
+}
+
+
+@contextmanager
+def op_of(read, name):
+    """An op of one's own that multiplies by what `read` gives of the metadata."""
+    with torch.library._scoped_library(name, "FRAGMENT") as library:
+        library.define("times(Tensor x) -> Tensor")
+        library.impl(
+            "times",
+            lambda x: x * read(get_forward_context().metadata),
+            "CompositeExplicitAutograd",
+        )
+        torch.library.register_fake(f"{name}::times", torch.empty_like, lib=library)
+        yield getattr(torch.ops, name).times
+
+
+class CallsOps(nn.Module):
+    """One op in a graph, behind one at which a PIECEWISE graph breaks."""
+
+    def __init__(self, op, splits):
+        super().__init__()
+        self.op, self.splits = op, splits
+
+    def forward(self, x):
+        return self.op(self.splits(x) * 1.0) + 1.0
+
+
+@contextmanager
+def serving(read, metadata, **settings):
+    with op_of(read, "reads") as op, op_of(lambda m: 1.0, "splits") as splits:
+        config = small_config(4, capture_sizes=(2,), splitting_ops=("splits::times",), **settings)
+        prepared = prepare(CallsOps(op, splits), config)
+        prepared.capture(lambda descriptor, mode: metadata)
+        yield prepared
+        prepared.close()
+
+
+WAYS = [(mode, traced) for mode in ("FULL", "PIECEWISE") for traced in (True, False)]
+
+
+@pytest.mark.parametrize(("mode", "traced"), WAYS)
+@pytest.mark.parametrize("fact", FACTS)
+def test_facts_of_tensors_that_are_read_inside_an_op(fact, mode, traced):
+    read, other = FACTS[fact]
+    table = torch.ones(2, 2)
+    with serving(
+        lambda m: read(m.table), SPACE(table=table), compile=traced, graph_mode=mode
+    ) as prepared:
+        expected = read(table) + 1.0
+        same = SPACE(table=torch.ones(2, 2))
+        assert step(prepared, same).unique().tolist() == [expected]
+        with pytest.raises(StaleContext, match=re.escape(f"metadata.table.{fact}")):
+            step(prepared, SPACE(table=other()))
+
+
+@pytest.mark.parametrize(("mode", "traced"), WAYS)
+@pytest.mark.parametrize("is_op", [True, False])
+def test_a_tensor_that_code_in_a_graph_reads_lies_in_other_memory(mode, traced, is_op):
+    """Also where the kernel is no operator, and is given an address."""
+    scale = torch.full((4,), 2.0)
+
+    def read(metadata):
+        if is_op:
+            return metadata.scale
+        return ctypes.c_float.from_address(metadata.scale.data_ptr()).value
+
+    with serving(read, SPACE(scale=scale), compile=traced, graph_mode=mode) as prepared:
+        assert step(prepared, SPACE(scale=scale)).unique().tolist() == [3.0]
+        with pytest.raises(MovedTensor, match=r"metadata\.scale moved"):
+            step(prepared, SPACE(scale=scale.clone()))
 
 
 def test_a_number_that_equals_nothing_is_itself():

@@ -424,7 +424,7 @@ def test_metadata_of_many_tensors_is_compared_in_turn():
     shared = torch.zeros(2)
     tensors = [shared] * 40 + [torch.zeros(2) for _ in range(10)]
     by_path = {f"metadata['layers'][{at}]": tensor for at, tensor in enumerate(tensors)}
-    addresses = MetadataAddresses(by_path, tensors, {})
+    addresses = MetadataAddresses(by_path, [tensor.data_ptr() for tensor in tensors], {})
 
     def check(metadata):
         addresses.check_step(ForwardContext({}, metadata), ())
