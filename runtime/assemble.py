@@ -58,11 +58,15 @@ PARTS: tuple[type[Part], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The code that a start begins with, what runs beside its steps, and the policy of code."""
+    """The code that a start begins with, what runs beside its steps, and the policy of code.
+
+    `look` is what a thread does beside steps for the policy of other code.
+    """
 
     compiled: CompiledModel
     beside: Background | Verification | None = None
     policy_of: ModelPolicy | None = None
+    look: ModelPolicy | None = None
     ranks: Ranks | None = None
 
 
@@ -86,12 +90,18 @@ def look_beside_steps(policy_of: ModelPolicy, cache: Cache) -> ModelPolicy:
 
 
 def begin(
-    request: CompileRequest, config: Config, records: Records, policy_of: ModelPolicy
-) -> tuple[CompiledModel, Background | Verification | None]:
-    """The code to start with, and what runs beside its steps."""
+    request: CompileRequest,
+    config: Config,
+    records: Records,
+    policy_of: ModelPolicy,
+    ranks: Ranks | None,
+) -> Beginning:
+    look = look_beside_steps(policy_of, request.cache)
     if "starts" in parts_off():
-        return compile_model(request), None
-    return first_code(request, config, records, look_beside_steps(policy_of, request.cache))
+        compiled, beside = compile_model(request), None
+    else:
+        compiled, beside = first_code(request, config, records, look)
+    return Beginning(compiled, beside, policy_of, look, ranks)
 
 
 def assemble(core: CoreModel, beginning: Beginning) -> PreparedModel:
@@ -118,9 +128,8 @@ def parts_of(core: CoreModel, beginning: Beginning) -> Iterator[Part]:
         yield proof
     if beginning.ranks is not None:
         yield RanksPart(core, beginning.ranks)
-    if beginning.policy_of is not None:
-        look = look_beside_steps(beginning.policy_of, core.environment.cache)
-        yield StartsPart(core, beginning.policy_of, beginning.beside, look)
+    if beginning.policy_of is not None and beginning.look is not None:
+        yield StartsPart(core, beginning.policy_of, beginning.beside, beginning.look)
     yield RegionsPart(core)
     yield StrategiesPart(core)
     yield LogPart(core)

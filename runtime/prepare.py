@@ -16,7 +16,7 @@ from ..config import Config, dispatch_plan, resolve_graph_mode
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled, without_modes
-from .assemble import Beginning, Ranks, assemble, begin, exchange_of, mixed_rows_finder
+from .assemble import Ranks, assemble, begin, exchange_of, mixed_rows_finder
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .core.allowed_work import allow_compilation
@@ -97,9 +97,9 @@ def prepare(
         policy_of = ModelPolicy(
             config, resolved, request.device, records, owned, mixed_rows_finder(request.cache)
         )
-        compiled, beside = begin(request, config, records, policy_of)
+        beginning = begin(request, config, records, policy_of, ranks)
         with records.events.span("padding", level=logging.INFO):
-            policy = policy_of(compiled)
+            policy = policy_of(beginning.compiled)
         find_bucket_holes(config, records)
         for remark in remarks(config, resolved, policy.dispatcher.plan):
             records.add(remark)
@@ -114,13 +114,13 @@ def prepare(
         with records.events.span("assemble", level=logging.INFO):
             core = CoreModel(
                 environment,
-                compiled,
+                beginning.compiled,
                 policy,
                 ForwardContext(layers or {}),
                 input_buffers or {},
                 request,
             )
-            return assemble(core, Beginning(compiled, beside, policy_of, ranks))
+            return assemble(core, beginning)
 
 
 @contextmanager
