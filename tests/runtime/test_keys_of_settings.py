@@ -35,7 +35,6 @@ OTHER = {
     "capture_sizes": ((1, 2), NONE),
     "strategy": ("lazy", NONE),
     "strategy.captures_per_step": (3, NONE),
-    "strategy.max_bytes": (3, NONE),
     "compile": (False, TRACE),
     "compiler": ("eager", BOTH),
     "level": (1, NONE),
