@@ -1,4 +1,7 @@
-"""Models as engines write them: stages, heads, modalities, ranks, and what no graph can be."""
+"""Models as engines write them: layers, stages, modalities, ranks, and what no graph can be.
+
+What torch alone decides, such as the forms of norms and rotary embeddings, is in test_hf.py.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,79 @@ from piecegraph import errors
 
 from .engine_parts import ATTENTION, POSITIONS, model, norm, ops
 
+# layers
+
+
+@model()
+def fused_norm_in_place(self, x):
+    y, residual = self.o(x), x.clone()
+    ops.add_rms_norm(y, residual, self.norm1)
+    y = self.attend(y, y, y)
+    ops.add_rms_norm(y, residual, self.norm2)
+    return y + residual
+
+
+@model()
+def rotary_op_in_place(self, x):
+    q, k, v = (y.contiguous() for y in self.qkv(x).chunk(3, -1))
+    ops.turn(q, k)
+    return self.attend(q, k, v)
+
+
+@model()
+def mla_with_slice_assignment(self, x):
+    latent, rope = self.latent(x).split([4, 2], -1)
+    k, v = self.expand(latent).chunk(2, -1)
+    k = k.clone()
+    k[..., 6:] = rope
+    return self.o(self.attend(x, k, v.contiguous()))
+
+
+@model(rows="int64[num_tokens]", splits=(ATTENTION, "piecegraph_test::lora"))
+def lora_op_with_a_list(self, x, rows):
+    return self.layer(x + ops.lora(x, rows, list(self.adapters.unbind())))
+
+
+@model(splits=(ATTENTION, "piecegraph_test::experts"))
+def experts_as_splitting_op(self, x):
+    return self.layer(ops.experts(x, self.gate(x).topk(2).indices, self.experts, "moe"))
+
+
+@model()
+def experts_sorted(self, x):
+    chosen = self.gate(x).argmax(-1)
+    order = chosen.argsort()
+    made = torch.einsum("td,tdf->tf", x[order], self.experts[chosen[order]])
+    return self.layer(torch.empty_like(x).index_copy(0, order, made))
+
+
+@model(refused=errors.TraceFailed, splits=())
+def experts_in_a_loop(self, x):
+    out = torch.zeros_like(x)
+    chosen = self.gate(x).argmax(-1)
+    for i in range(4):
+        rows = (chosen == i).nonzero().flatten()
+        if len(rows):  # here
+            out[rows] = x[rows] @ self.experts[i]
+    return out
+
+
+@model()
+def int4_weights_as_a_subclass(self, x):
+    return self.layer(F.linear(x, self.wrapped))
+
+
+@model()
+def fp8_weights(self, x):
+    return self.layer(F.linear(x, self.fp8.to(x.dtype) * self.scales))
+
+
+@model(slots="int64[num_tokens]", settings={"steps": {"padding": {"slots": 79}}})
+def cache_written_in_a_piece(self, x, slots):
+    self.cache.index_copy_(0, slots, x)
+    return self.layer(self.cache[slots])
+
+
 # embeddings, heads, stages
 
 
@@ -22,34 +98,9 @@ def tied_embeddings(self, input_ids, positions):
     return self.head(self.layer(self.embed(input_ids) * self.cos[positions].repeat(1, 2)))
 
 
-@model(alone=True, input_ids="int64[num_tokens]")
-def vocabulary_of_a_rank(self, input_ids):
-    here = (input_ids >= 16) & (input_ids < 48)
-    rows = F.embedding((input_ids - 16) * here, self.embed.weight[16:48])
-    return self.layer(ops.all_reduce(rows * here[:, None]))
-
-
 @model(rows="int64[num_reqs]")
 def rows_that_are_sampled(self, x, rows):
     return self.head(self.layer(x)[rows])
-
-
-@model(targets="int64[num_tokens]")
-def logprobs_of_the_prompt(self, x, targets):
-    return self.head(self.layer(x)).log_softmax(-1).gather(1, targets[:, None]), x.argmax(-1)
-
-
-@model(alone=True, input_ids="int64[num_tokens]", hidden="float32[num_tokens, 8]")
-def eagle_draft(self, input_ids, hidden):
-    return self.layer(self.fuse(torch.cat([self.embed(input_ids), hidden], -1)))
-
-
-@model()
-def hidden_states_for_a_draft(self, x):
-    states = [x]
-    for i in range(3):
-        states.append(self.layer(states[-1], f"layers.{i}"))
-    return states[-1], states[1:3]
 
 
 @model(**{"stage.hidden": "float32[num_tokens, 8]"}, **{"stage.residual": "float32[num_tokens, 8]"},
@@ -81,13 +132,6 @@ def multi_token_heads(self, x):
     return tuple(self.head(self.fuse(torch.cat([x, x * i], -1))) for i in range(3))
 
 
-@model(layer_inputs="float32[num_tokens, 2, 8]")
-def inputs_of_each_layer(self, x, layer_inputs):
-    for i in range(2):
-        x = self.layer(x + layer_inputs[:, i] * self.gate(x)[:, i : i + 1], f"layers.{i}")
-    return x
-
-
 # several modalities
 
 
@@ -101,17 +145,6 @@ def vision_tower(self, images):
 @model(image="float32[num_image_tokens, 8]", places="int64[num_image_tokens]")
 def image_rows_in_text(self, x, image, places):
     return self.layer(x.index_copy(0, places, self.o(image)))
-
-
-@model(mask="bool[num_tokens]")
-def image_mask(self, x, mask):
-    return self.layer(torch.where(mask[:, None], self.o(x), x))
-
-
-@model(image="float32[num_image_tokens, 8]")
-def cross_attention(self, x, image):
-    weights = (self.o(x) @ image.t()).softmax(-1)
-    return self.layer(x + weights @ image)
 
 
 # states of recurrences
@@ -129,12 +162,6 @@ def one_layer_four_times(self, x):
     return x
 
 
-@model()
-def layers_of_different_widths(self, x):
-    y = self.layer(x)
-    return self.layer(self.fuse(self.up(y)[:, :16]), "layers.1")
-
-
 # parallel ranks
 
 
@@ -143,11 +170,6 @@ def tensor_parallel(self, x):
     q, k, v = self.qkv(x).chunk(3, -1)
     x = x + ops.all_reduce(self.o(self.attend(q, k, v)))
     return x + ops.all_reduce(self.mlp(x))
-
-
-@model()
-def tensor_parallel_inside(self, x):
-    return ops.all_reduce(self.layer(ops.all_reduce(x)))
 
 
 # what surrounds a forward
@@ -187,6 +209,6 @@ def branch_on_the_number_of_tokens(self, x):
     return x * 2 if x.shape[0] % 8 == 0 else x  # here
 
 
-@model(refused=errors.TraceFailed, splits=())
+@model(refused=errors.GuardUnproved, splits=())
 def pairs_of_tokens(self, x):
     return x.view(-1, 2, 8).sum(1)  # here

@@ -114,11 +114,7 @@ class Engine(nn.Module):
         self.patch = nn.Conv2d(3, 8, 4, stride=4)
         angles = torch.arange(64)[:, None] * 100.0 ** -torch.arange(0, 1, 0.25)
         self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-        self.register_buffer("angles", angles, persistent=False)
-        self.register_buffer("kv_scale", torch.tensor(0.5))
         self.register_buffer("cache", torch.zeros(80, 8), persistent=False)
-        self.register_buffer("int8", torch.randint(-127, 127, (8, 8), dtype=torch.int8))
         self.register_buffer("scales", torch.rand(8, 1) / 100)
         self.register_buffer("int4", torch.randint(0, 255, (8, 4), dtype=torch.uint8).int())
         self.register_buffer("fp8", torch.randn(8, 8).to(torch.float8_e4m3fn))
@@ -140,10 +136,6 @@ class Engine(nn.Module):
     def mlp(self, x):
         gate, up = self.up(x).chunk(2, -1)
         return self.down(F.silu(gate) * up)
-
-    def rotate(self, x, cos, sin):
-        one, two = x.chunk(2, -1)
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
 @dataclass
