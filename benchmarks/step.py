@@ -39,6 +39,8 @@ from .real_pieces import real_rows
 from .timing import LIBRARY, interleaved, row
 
 NUM_TOKENS, LAYERS, HIDDEN = 4, 32, 8
+QUICK = (31, 100)
+"""Rounds, and steps in each."""
 
 LIBRARY.define("idle(Tensor x, Tensor(a!) output, str layer_name) -> ()")
 
@@ -200,7 +202,7 @@ def run(quick: bool) -> dict[str, Any]:
     `served_buffers_us` with buffers of the engine, and `least_us` that of a step with such buffers
     written by hand.
     """
-    rounds, steps = (31, 100) if quick else (51, 500)
+    rounds, steps = QUICK if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
     rows += _served(rounds, steps)
     if not quick:

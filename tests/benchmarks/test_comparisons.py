@@ -54,6 +54,7 @@ def test_an_unknown_way_to_start_names_those_there_are(capsys):
 @pytest.mark.compile
 def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece(monkeypatch):
     monkeypatch.setattr(step, "LAYERS", 4)
+    monkeypatch.setattr(step, "QUICK", (3, 10))
     result = step.run(True)
     assert set(result["ratios"]) == {
         "piecewise_over_floor",

@@ -188,17 +188,14 @@ def kernel(x):
 
 
 @pytest.mark.slow
-def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path):
+def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path, monkeypatch, capsys):
     (tmp_path / "tests_sources.py").write_text(SOURCES)
-    seen = set()
-    for seed in ("0", "1"):
-        environ = os.environ | {
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]),
-            "HOME": f"/home/{seed}",
-        }
-        run = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, check=True
-        )
-        seen.add(run.stdout)
-    assert len(seen) == 1
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(SCRIPT, {})
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    path = os.pathsep.join(sys.path)
+    environ = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path, "HOME": "/home/other"}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == capsys.readouterr().out

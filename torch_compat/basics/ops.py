@@ -281,7 +281,9 @@ def registered_rules() -> dict[str, Any]:
     found = {}
     for name, table in _TABLES.items():
         for op, rule in getattr(sys.modules.get(name), table, {}).items():
-            function = inspect.unwrap(rule) if callable(rule) else rule
+            function = rule
+            while wrapped := getattr(function, "__wrapped__", None):
+                function = wrapped
             code = getattr(function, "__code__", None)
             if code is not None and not is_torch_file(code.co_filename):
                 found[f"{name}[{op}]"] = function

@@ -102,13 +102,14 @@ def _normalized(text: str) -> str:
 
 
 def one_of_each(lines: Collection[str]) -> list[str]:
-    """Names of cases that show what no case before them does."""
-    shown, names = set[Any](), []
-    for line in lines:
-        new = _shown(line) - shown
-        shown |= new
-        names += [line.partition(":")[0]] if new else []
-    return [name for name in names if name not in NOT_ALONE]
+    """Names of few cases that show what all do, those that show the most first."""
+    shown = {line.partition(":")[0]: _shown(line) for line in lines}
+    possible = shown.keys() - NOT_ALONE
+    missing, names = set().union(*(shown[name] for name in possible)), list[str]()
+    while missing:
+        names.append(max(sorted(possible), key=lambda name: len(shown[name] & missing)))
+        missing -= shown[names[-1]]
+    return names
 
 
 def _shown(line: str) -> set[tuple[str, str]]:
