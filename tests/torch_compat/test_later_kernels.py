@@ -83,6 +83,12 @@ def libraries_of_right_code():
     return len(libraries), len(set(libraries))
 
 
+def test_what_inductor_submits_in_another_form_is_built_as_it_is(commands, monkeypatch):
+    monkeypatch.setattr(later_kernels, "Path", None)
+    assert libraries_of_right_code() == (2, 2)
+    assert len(commands) == 2
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_of_a_piece_are_built_by_one_call_of_the_compiler(threads, commands, monkeypatch):
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)

@@ -60,9 +60,11 @@ def later_kernels() -> Iterator[Callable[[], None]]:
     missing: list[tuple[dict[str, Any], str, Any]] = []
     submitted: list[_Kernel] = []
 
-    def submit(build_alone: Any) -> _Kernel:
-        submitted.append(_Kernel(build_alone))
-        return submitted[-1]
+    def submit(build_alone: Any) -> Any:
+        with suppress(Exception):  # what has another form is built as it is
+            submitted.append(_Kernel(build_alone))
+            return submitted[-1]
+        return pool.submit(build_alone)
 
     def build_later(compiler: Any, *source: Any) -> Any:
         # with one thread only it would build the kernel at once, and not by `submit`
