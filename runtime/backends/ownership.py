@@ -294,7 +294,7 @@ def run_seen(
     mode: LightDispatchMode, func: OpOverload, args: Any, kwargs: Any, kernel: Callable[..., Any]
 ) -> Any:
     """Run `func`. Of a custom op written in Python that is `kernel(func, args, kwargs)`: `mode`
-    sees the operators that it calls."""
+    sees the operators that it calls. A mode around `mode` sees these, and not the op itself."""
     of_torch = is_higher_order(func) or func.namespace in TORCH_NAMESPACES
     if of_torch or not is_python_op(func):
         return func(*args, **kwargs)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
+from torch import ScriptObject, Tensor
 
 from ...compile.ir.locations import user_line
 from ...torch_compat.basics.ops import call_kernel
@@ -27,11 +27,13 @@ from ..backends.ownership import memory_of, run_seen
 class OpLog(LightDispatchMode):
     """The operators that run, also inside custom ones: each with its arguments, and its line.
 
-    Memory is named by a number, in the order in which operators are given it.
+    Memory is named by a number, in the order in which operators are given it. `before` is called
+    with each operator: a mode around this one is not given the custom ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[Any], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._before = before
         self.calls: list[str] = []
         self.lines: list[str | None] = []
         self.kept: dict[int, tuple[int, int]] = {}
@@ -45,7 +47,9 @@ class OpLog(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        self.calls.append(f"{func}{tree_map_only(Tensor, self._text, (args, given))!r}")
+        self._before(func)
+        stated = tree_map_only((Tensor, ScriptObject), self._text, (args, given))
+        self.calls.append(f"{func}{stated!r}")
         self.lines.append(user_line())
         result = run_seen(self, func, args, given, call_kernel)
         for tensor in memory_of(result):
@@ -59,7 +63,9 @@ class OpLog(LightDispatchMode):
             self._held.append(weak_storage(tensor))
         return self._numbers[place]
 
-    def _text(self, tensor: Tensor) -> str:
+    def _text(self, tensor: Tensor | ScriptObject) -> str:
+        if isinstance(tensor, ScriptObject):  # such as a group: a new one for each call
+            return "an object"
         if storage_id(tensor) not in self._numbers:
             self._unseen[self._number(tensor)] = len(self.calls), weak_storage(tensor)
         place = f"#{self._number(tensor)}+{tensor.storage_offset()}"
@@ -72,8 +78,8 @@ class OpLog(LightDispatchMode):
                 self.kept[number] = call, storage.cdata
 
 
-def ops_of(run: Callable[[], object]) -> OpLog:
-    log = OpLog()
+def ops_of(run: Callable[[], object], before: Callable[[Any], object]) -> OpLog:
+    log = OpLog(before)
     with log:
         run()
     log.end()
@@ -82,19 +88,19 @@ def ops_of(run: Callable[[], object]) -> OpLog:
 
 def line_of_difference(
     noted: OpLog,
-    run: Callable[[], object],
     plain: OpLog,
+    run_again: Callable[[], OpLog],
     on_any_rank: Callable[[bool], bool],
 ) -> str | None:
     """The line of the first operator that differs, None if none does.
 
-    What differs from `run` to `run` by itself, such as memory that each makes, or a collective
-    holds for a while, is none. It runs again if `on_any_rank` something differs.
+    What differs from run to run by itself, such as memory that each makes, or a collective holds
+    for a while, is none. It runs again if `on_any_rank` something differs.
     """
     different = _differences(plain, noted)
     if not on_any_rank(bool(different)):
         return None
-    again = ops_of(run)
+    again = run_again()
     if len(again.calls) != len(plain.calls):
         return None
     different -= _differences(plain, again)

@@ -39,7 +39,7 @@ from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .op_log import line_of_difference, ops_of
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
-from .session import CaptureSession, agreeing, capture_failure
+from .session import CaptureSession, agree_before, agreeing, capture_failure
 
 Fn = Callable[..., Any]
 
@@ -71,11 +71,10 @@ def record(
     metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
         session.agreement.before("the run before it")
-        with agreeing(session.agreement):
-            with regions_noted(recorder.note_region):
-                fn(*inputs)
-            metadata.restore()  # a step has its own: what is derived from it is in the graph
-            recorder.choose_noting(fn, inputs, metadata.restore)
+        with agreeing(session.agreement), regions_noted(recorder.note_region):
+            fn(*inputs)
+        metadata.restore()  # a step has its own: what is derived from it is in the graph
+        recorder.choose_noting(fn, inputs, metadata.restore)
     except BaseException:
         ACTIVE.reset(token)
         raise
@@ -211,17 +210,18 @@ class Recorder:
         def on_any_rank(found: bool) -> bool:
             return bool(self._session.agreement.before("the choice of how to note", found))
 
-        plain = ops_of(run)
+        log = partial(ops_of, before=partial(agree_before, self._session.agreement))
+        plain = log(run)
         while True:
             self._noted_run = notes
             try:
                 notes.open()
-                noted = ops_of(partial(run, self.in_context(fn)))
+                noted = log(partial(run, self.in_context(fn)))
                 notes.close()
             finally:
                 self._noted_run = None
                 notes.finish()
-            where = line_of_difference(noted, run, plain, on_any_rank)
+            where = line_of_difference(noted, plain, partial(log, run), on_any_rank)
             if not on_any_rank(where is not None) or (notes.kept.whole and where is None):
                 break
             if notes.kept.whole:

@@ -27,17 +27,18 @@ class _Meetings(EachOp):
     """Ranks agree before each collective of a run."""
 
     def __init__(self, agreement: CaptureAgreement) -> None:
-        super().__init__(self._agree, call_kernel)
-        self._agreement = agreement
-
-    def _agree(self, op: Any, args: Any, kwargs: Any) -> None:
-        if is_collective(op):
-            self._agreement.before(str(op))
+        super().__init__(lambda op, args, kwargs: agree_before(agreement, op), call_kernel)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Regions that the model compiles run compiled, and are not compiled once more."""
         return True
+
+
+def agree_before(agreement: CaptureAgreement, op: Any) -> None:
+    """If `op` is a collective, ranks agree before it that none has failed."""
+    if is_collective(op):
+        agreement.before(str(op))
 
 
 def agreeing(agreement: CaptureAgreement) -> AbstractContextManager[Any]:

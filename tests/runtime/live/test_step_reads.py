@@ -21,6 +21,7 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -691,6 +692,19 @@ def test_memory_that_compiled_code_makes_is_no_other_operator():
             x = torch.empty(4)
         x.zero_()
 
-    plain = ops_of(run)
-    assert line_of_difference(ops_of(partial(run, True)), run, plain, bool) is None
-    assert line_of_difference(ops_of(lambda: torch.ones(2)), run, plain, bool) is not None
+    log = partial(ops_of, before=bool)
+    plain, again = log(run), partial(log, run)
+    assert line_of_difference(log(partial(run, True)), plain, again, bool) is None
+    assert line_of_difference(log(lambda: torch.ones(2)), plain, again, bool) is not None
+
+
+def test_ranks_meet_before_each_collective_of_a_run_whose_operators_are_logged(tmp_path):
+    """Each call is given a new object for its group, which is no other operator."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
+    met = []
+    try:
+        one, other = (ops_of(lambda: dist.all_reduce(torch.ones(1)), met.append) for _ in "12")
+    finally:
+        dist.destroy_process_group()
+    assert one.calls == other.calls
+    assert met.count(torch.ops.c10d.allreduce_.default) == 2

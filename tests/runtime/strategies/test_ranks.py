@@ -17,7 +17,7 @@ SCENES = (
     "one_fails_beside_a_collective-4-2", "one_is_wrong-2-1", "one_is_wrong-4-2",
     "one_fails_inside_a_graph-2-1", "one_fails_inside_a_graph-4-2",
     "one_fails_before_a_graph-2-1", "one_fails_before_a_graph-4-2",
-    "one_fails_in_a_first_run-2-1",
+    "one_fails_in_a_first_run-2-1", "one_fails_in_a_first_run-4-2",
     "one_looks_again-2-1", "one_looks_again-4-2",
     "one_fails_at_the_end-2-1", "one_fails_at_the_end-4-2",
     "one_fails_in_a_comparison-2-1", "one_fails_in_a_comparison-4-2",
@@ -132,20 +132,16 @@ def test_failure_35_a_capture_that_fails_beside_a_collective(outcomes, scene):
         assert float(seconds) < MOST_SECONDS
 
 
-# A first run that fails on one of four ranks is not here: about one in thirty such runs hangs on a
-# busy machine, with one rank inside a collective of gloo. Why is not known yet.
 CAPTURES = [
-    ("inside_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"], ["2-1", "4-2"]),
-    ("before_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"], ["2-1", "4-2"]),
-    ("in_a_first_run", "FULL 8", ["FULL 4 right", "FULL 2 right"], ["2-1"]),
-    ("at_the_end", "FULL 8", ["FULL 4 right", "FULL 2 right"], ["2-1", "4-2"]),
+    ("inside_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"]),
+    ("before_a_graph", "FULL 4", ["NONE 4 right", "FULL 2 right"]),
+    ("in_a_first_run", "FULL 8", ["FULL 4 right", "FULL 2 right"]),
+    ("at_the_end", "FULL 8", ["FULL 4 right", "FULL 2 right"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("where", "graph", "modes", "scene"),
-    [(*case, scene) for *case, scenes in CAPTURES for scene in scenes],
-)
+@pytest.mark.parametrize("scene", ["2-1", "4-2"])
+@pytest.mark.parametrize(("where", "graph", "modes"), CAPTURES)
 def test_failure_35_a_capture_that_fails_after_a_collective(outcomes, where, graph, modes, scene):
     """In each run of the model that it makes. Later captures are alike on all ranks."""
     for outcome in outcomes(f"one_fails_{where}-{scene}").values():
