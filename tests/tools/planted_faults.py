@@ -1,16 +1,10 @@
-"""Faults to plant, one of each kind, and what bisect must say of each.
-
-`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints a
-table.
-"""
+"""Faults to plant, one of each kind, and what bisect must say of each."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -416,32 +410,3 @@ def site_for(compiler):
 def find(fault, compiler, say=lambda _: None):
     with site_for(compiler) as site:
         return bisect(fault.plant(site), say=say)
-
-
-def main():
-    """Print a row for each fault as soon as it is known, and what the rows come to."""
-    print("| planted | stage | piece | operator, pass | the line says | s |")
-    print("|---|---|---|---|---|---|")
-    named, slowest = 0, 0.0
-    for fault in FAULTS:
-        began, found = time.perf_counter(), find(fault, "inductor")
-        seconds = time.perf_counter() - began
-        slowest, cells = max(slowest, seconds), ["no finding"] * 4
-        if found is not None:
-            piece = "-" if found.piece is None else str(found.piece)
-            cause = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
-            cells = [found.stage, piece, cause or "-", fault.says]
-        try:
-            fault.check(found)
-            named += 1
-        except AssertionError as error:
-            cells[-1] = f"NOT NAMED: {error}"
-        print("|", " | ".join([fault.what, *cells, f"{seconds:.0f}"]), "|", flush=True)
-    today = datetime.date.today().isoformat()
-    print(
-        f"\ntorch {torch.__version__}, {today}: {named} of {len(FAULTS)}, at most {slowest:.0f} s."
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
 """From a wrong step of a running engine to its file, and from the file to the cause."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.steps import load_steps
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -43,21 +41,3 @@ def test_right_steps_are_proved_and_the_status_is_0(configured, registered, caps
     out = capsys.readouterr().out
     assert "steps proved while serving: " in out
     assert "WRONG" not in out
-
-
-@pytest.mark.heavy  # most of it is in tests/mission
-def test_a_bug_report_has_everything_of_a_run(tmp_path):
-    folder = tmp_path / "bug"
-    command = [sys.executable, "-m", "piecegraph", "run", *MODEL, *SHADOW]
-    command += ["--backend", "eager", "--bug-report", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {each.name for each in folder.iterdir()} == {
-        "report.json", "steps.pt", "log.txt", "graphs", "trace"
-    }  # fmt: skip
-    assert json.loads((folder / "report.json").read_text())["shadow"]["wrong"] == []
-    assert len(load_steps(folder / "steps.pt")) > 2
-    assert "trace.dynamo" in (folder / "log.txt").read_text()
-    assert "trace.dynamo" not in done.stderr
-    assert list((folder / "graphs").rglob("*.py"))
-    assert list((folder / "trace").glob("*.log"))

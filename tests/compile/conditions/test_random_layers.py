@@ -4,11 +4,10 @@ import contextlib
 import copy
 import itertools
 import types
-from collections import Counter
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -235,50 +234,3 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
 
     equals_tracing_each()
     assert copied or examples == 1
-
-
-@pytest.mark.heavy
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("batch", range(1, 11))
-def test_random_stacks_of_inductor_cold_and_warm(batch, tmp_path):
-    """All on one cache, in which each model finds the artifacts of those before it."""
-    x, counts = torch.linspace(-1, 1, 24).reshape(3, 8), Counter[str]()
-    given_to_start = {"splitting_ops": MIX, "compiler": "inductor"}
-
-    def expect_eager(model, kind, bundle):
-        try:
-            made = start(model, tmp_path, bundle=bundle, **given_to_start)
-        except (BundleMissing, CompileError) as error:
-            counts[f"{kind}: {type(error).__name__}"] += 1
-            return False
-        with torch.no_grad():
-            try:
-                expected = copy.deepcopy(model)(x)
-            except RuntimeError as error:  # the changes do not fit together
-                with pytest.raises(RuntimeError, match=str(error)):
-                    made.compiled.link()(x)
-                counts["raises as eager"] += 1
-                return True
-            found = made.compiled.link()(x)
-        assert_results(found, expected, atol=1e-4, rtol=1e-4)
-        counts[f"{kind}: {'hit' if made.hit else 'compiled'}"] += 1
-        return True
-
-    @seed(batch)
-    @settings(
-        max_examples=20,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
-    def equals_eager(plan, late):
-        if expect_eager(Stack(plan), "first", "use"):
-            expect_eager(Stack(plan), "again", "force")
-        changes = [*plan["changes"], (LAYERS - 1, late)]
-        expect_eager(Stack({**plan, "changes": changes}), "one leaf changed, warm", "force")
-        expect_eager(Stack({**plan, "changes": changes}), "one leaf changed, cold", "use")
-
-    equals_eager()
-    print(dict(counts))  # pytest -s shows it
-    assert not counts["again: BundleMissing"]
