@@ -527,6 +527,11 @@ class TensorLeftBreak(RunError):
     todo = "Return the tensor too, or write to a tensor that the model keeps: kept[:n].copy_(new)."
 
 
+class ArgumentWritten(RunError):
+    what = "{op} changes a list or dict that it is given, which a graph would not see"
+    todo = "Return what it adds, or let it write to tensors."
+
+
 class EagerResultChanged(RunError):
     what = "splitting op {op} returned {got} at replay, but {expected} at capture"
     todo = "The results of a splitting op must have the same form at each padded size."

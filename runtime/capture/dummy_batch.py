@@ -43,7 +43,8 @@ from .first_use import STAYS, run_twice
 from .session import agreeing
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
-"""Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
+"""Makes the metadata of a dummy batch that fills a descriptor; called before the first run of each
+capture, and before the capture itself: what ops keep by its identity is then in the graph."""
 
 
 def _is_missing(error: KeyError, layers: Mapping[str, Any]) -> bool:
@@ -77,7 +78,7 @@ class DummyBatch:
         """
         context.decision = None
         context.num_tokens = self.descriptor.num_tokens
-        context.metadata = self._metadata(metadata_for) if metadata_for else None
+        self.renew(context, metadata_for)
         layers, inputs = context.layers, self.inputs
         try:
             with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
@@ -90,6 +91,10 @@ class DummyBatch:
                 raise
             known = ", ".join(map(str, layers)) or "none"
             raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
+
+    def renew(self, context: ForwardContext, metadata_for: MetadataFor | None) -> None:
+        """Make the metadata of the batch, anew."""
+        context.metadata = self._metadata(metadata_for) if metadata_for else None
 
     def _metadata(self, metadata_for: MetadataFor) -> Any:
         try:
@@ -120,6 +125,7 @@ class DummyBatches:
         """`codes` are those of the call forms. `around` gives what is entered while a batch runs.
         `emit` emits an event."""
         self.metadata_for: MetadataFor | None = None
+        self._batch: DummyBatch | None = None
         self.context = context
         self._plan = plan
         self._codes = codes
@@ -151,6 +157,7 @@ class DummyBatches:
             raise self._refused
         try:
             in_context = batch.in_context(self.context, self.metadata_for)
+            self._batch = batch
             with self._around(), in_context as views:
                 if is_first:
                     with agreeing(agreement):
@@ -165,7 +172,14 @@ class DummyBatches:
             if error.facts["left"] == STAYS:
                 self._refused = error
             raise
+        finally:
+            self._batch = None
         self._checked.add(kind)
+
+    def renew(self) -> None:
+        """Make the metadata of the batch that runs anew."""
+        if self._batch is not None:
+            self._batch.renew(self.context, self.metadata_for)
 
     def _run_twice(
         self, code: ModelCode, views: tuple[Tensor, ...], state: Mapping[str, Tensor]

@@ -78,6 +78,7 @@ class GraphSet:
                     modules={id(module): path for path, module in modules},
                     notes=self._parts.notes(),
                     constant=constant_storages(compiled),
+                    renew=self._dummies.renew,
                 )  # fmt: skip
                 recording.metadata = self._dummies.context.metadata
         except (CaptureFailed, DummyStepFailed, ModelChanged) as error:

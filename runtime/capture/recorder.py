@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from operator import is_not
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -30,9 +31,9 @@ from torch import Tensor
 
 from ...compile.held_values import HeldValues
 from ...compile.ir.locations import user_line
-from ...errors import NestedCapture, ReadNotKept, WorkAfterSeal
+from ...errors import ArgumentWritten, NestedCapture, ReadNotKept, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
-from ...torch_compat.basics.tensors import tree_map_only, under_this_autocast
+from ...torch_compat.basics.tensors import tree_flatten, tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
@@ -57,9 +58,10 @@ def record(
     modules: Mapping[int, str] = {},
     notes: Notes | None = None,
     constant: Collection[int] = (),
+    renew: Callable[[], object] = lambda: None,
 ) -> Recording:
     """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity,
-    `constant` storages that `fn` does not write to.
+    `constant` storages that `fn` does not write to. `renew` makes the metadata of the context anew.
 
     PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
     run raises. After an error no graph is open or kept.
@@ -75,6 +77,8 @@ def record(
             fn(*inputs)
         metadata.restore()  # a step has its own: what is derived from it is in the graph
         recorder.choose_noting(fn, inputs, metadata.restore)
+        renew()  # also what is kept elsewhere, by the identity of the metadata
+        recorder.see_context()
     except BaseException:
         ACTIVE.reset(token)
         raise
@@ -93,6 +97,7 @@ def record(
         raise capture_failure(error, name) from error
     finally:
         ACTIVE.reset(token)
+        recorder.ownership.reads = nullcontext  # no cycle: a graph holds its ownership
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
     recording.notes = notes
     recording.outputs = recorder.weak(outputs)
@@ -127,6 +132,9 @@ class Notes(Protocol):
     def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
         """Entered around the recording, and the bodies of its custom ops. Adds to `addressed` the
         memory of which Python reads the address, for a kernel that is no operator."""
+
+    def of_step(self, args: Any) -> Callable[[], Any] | None:
+        """What gives the arguments of a break in each step, None if they are always `args`."""
 
     def finish(self) -> None:
         """The capture has ended: hold nothing of what was read."""
@@ -185,8 +193,13 @@ class Recorder:
         self._notes = notes
         self._noted_run: Notes | None = None
         """What notes a run that is no capture."""
-        context = CURRENT.get()
-        self._context = CaptureContext(context, notes) if context is not None else None
+        self._context: CaptureContext | None = None
+        self.see_context()
+
+    def see_context(self) -> None:
+        """Capture with the forward context as it is now."""
+        if (context := CURRENT.get()) is not None:
+            self._context = CaptureContext(context, self._notes)
 
     def choose_noting(
         self, fn: Fn, inputs: tuple[Tensor, ...], restore: Callable[[], None]
@@ -230,8 +243,7 @@ class Recorder:
                     reason="while reads are noted it runs other operators than in a step",
                 )  # fmt: skip
             notes.kept.whole = True
-            self._context = CaptureContext(context, notes)
-        self._context = CaptureContext(context, notes)  # of the capture
+            self.see_context()
         notes.kept.compared.add(self.breaks)
 
     def note_region(self) -> None:
@@ -286,14 +298,18 @@ class Recorder:
         if self._open is None or self._session.backend.runs_python:
             self._session.agreement.before(name)
         if self._open is None:
+            leaves, spec = tree_flatten((args, kwargs))
             result = self._run(partial(fn, *args, **kwargs))
+            now, its_spec = tree_flatten((args, kwargs))
+            if its_spec != spec or any(map(is_not, leaves, now)):
+                raise ArgumentWritten(where=user_line(), op=name)
             self._forms.append((name, ResultForm.of(result, (args, kwargs))))
             return result
         self.end(run=self._session.backend.runs_python)
         static, targets = self._form_of(name).allocate((args, kwargs))
-        call = eager_call(
-            name, under_this_autocast(fn), static, targets, *self.weak((args, kwargs))
-        )
+        args, kwargs = self.weak((args, kwargs))
+        of_step = self._notes.of_step((args, kwargs)) if self._notes is not None else None
+        call = eager_call(name, under_this_autocast(fn), static, targets, args, kwargs, of_step)
         if self._session.backend.runs_python:
             self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:

@@ -167,14 +167,17 @@ def eager_call(
     targets: dict[int, Tensor],
     args: Any,
     kwargs: Any,
+    of_step: Callable[[], Any] | None = None,
 ) -> Callable[[], None]:
-    """Calls `fn` on static arguments and copies fresh results to `targets`, which the next graph
-    reads.
+    """Calls `fn` on static arguments, or those that `of_step` gives, and copies fresh results to
+    `targets`, which the next graph reads.
 
     The call raises EagerResultChanged when a result has another form than at capture, or when one
     that shared memory with an argument no longer does.
     """
     call = partial(without_frame(fn), *args, **kwargs)
+    if of_step is not None:
+        call = partial(_call_of_step, fn, of_step)
     if static is None and isinstance(fn, OpOverload):  # its schema has no result
         return call
     leaves, expected_spec = tree_flatten(static)
@@ -189,6 +192,11 @@ def eager_call(
             target.copy_(leaves[position])
 
     return call_and_copy
+
+
+def _call_of_step(fn: Callable[..., Any], of_step: Callable[[], Any]) -> Any:
+    args, kwargs = of_step()
+    return fn(*args, **kwargs)
 
 
 def _form(leaf: Any, copied: bool) -> Any:

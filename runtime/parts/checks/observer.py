@@ -16,11 +16,12 @@ from __future__ import annotations
 import builtins
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from copy import copy
 from enum import Enum
 from functools import partial
+from numbers import Number
 from threading import Lock, get_ident
 from types import (
     BuiltinMethodType,
@@ -116,6 +117,10 @@ class Observer:
         for holds in (*held, self._kinds):
             holds.clear()
 
+    def paths(self) -> Mapping[int, str]:
+        """Of the objects and tensors that were handed out, by identity. That of the root is ""."""
+        return self._paths
+
     @contextmanager
     def _path_of(self, obj: Any, name: Any) -> Iterator[str | None]:
         """The path of an object of which `name` is read, None if that is not to be noted. What is
@@ -138,10 +143,7 @@ class Observer:
             of_torch = sys._getframe(2).f_code.co_filename == _OF_TORCH
             if name in _READ_WHOLE and hasattr(obj, "__dict__") and not of_torch:
                 self._attributes(path, obj)
-            if name.startswith("__") or name in getattr(kind, "graph_constants", ()):
-                return value
-            if name in getattr(kind, "graph_bounds", ()):
-                self._noting.bound(f"{path}.{name}", value)
+            if name.startswith("__") or self._is_stated(kind, f"{path}.{name}", name, value):
                 return value
             if isinstance(value, _METHODS) and (value.__self__ is obj or value.__self__ is kind):
                 if isinstance(value, BuiltinMethodType) and not _has_content(kind):
@@ -270,7 +272,15 @@ class Observer:
         if len(of_step) == len(vars(obj)):
             self._noting.value(f"[*vars({path})]", list(of_step))
         for name, item in of_step.items():
-            self._whole(f"{path}.{name}", item)
+            if not self._is_stated(type(obj), f"{path}.{name}", name, item):
+                self._whole(f"{path}.{name}", item)
+
+    def _is_stated(self, kind: type, path: str, name: str, value: Any) -> bool:
+        """Whether a class states what may differ in `name`; notes the bound of a number."""
+        is_bound = isinstance(value, Number) and name in _names(kind, "graph_bounds")
+        if is_bound:
+            self._noting.bound(path, value)
+        return is_bound or name in _names(kind, "graph_constants")
 
     def _whole(self, path: str, value: Any) -> None:
         """Note a value that the reader is given as it is, with nothing that stands in for it."""
@@ -322,7 +332,7 @@ class Observer:
     def _statics(self, holder: Any) -> None:
         """Note the plain attributes of a class or a Python module."""
         rarely, self._noting.rarely = self._noting.rarely, True
-        stated = getattr(holder, "graph_constants", ())
+        stated = _names(holder, "graph_constants")
         for name, value in vars(holder).items():
             plain = isinstance(value, LEAVES) and not isinstance(value, type)
             if plain and name.isidentifier() and not name.startswith("__") and name not in stated:
@@ -346,6 +356,12 @@ class Observer:
             made = kind._make(held) if hasattr(kind, "_make") else kind(held)
         self._stand_ins[id(value)] = made
         return made
+
+
+def _names(holder: Any, attribute: str) -> Collection[str]:
+    """The names that a class states in `attribute`; one may be a text without a tuple around it."""
+    names = getattr(holder, attribute, ())
+    return (names,) if isinstance(names, str) else names
 
 
 def _has_content(kind: type) -> bool:
@@ -520,12 +536,17 @@ class ObservedDict(dict[Any, Any]):
     def copy(self) -> dict[Any, Any]:
         return dict(self)
 
+    def popitem(self) -> tuple[Any, Any]:
+        if not self:
+            raise KeyError("popitem(): dictionary is empty")
+        key = list(self)[-1]
+        return key, self.pop(key)
+
     get = MutableMapping.get  # type: ignore[assignment]
     keys = MutableMapping.keys  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
     pop = MutableMapping.pop
-    popitem = MutableMapping.popitem
     clear = MutableMapping.clear
     update = MutableMapping.update
     setdefault = MutableMapping.setdefault

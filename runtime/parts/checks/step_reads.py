@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ReadNotKept, StaleContext
+from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
-from ...forward_context import ForwardContext
+from ...forward_context import CURRENT, ForwardContext
 from .observer import Observer
 from .observer import __file__ as _OBSERVER
 
@@ -32,7 +33,7 @@ _OURS = (__file__, _OBSERVER, Mapping.get.__code__.co_filename, torch.overrides.
 STEPS_WITH_ALL = 3
 ALL_EVERY = 64
 
-FACTS = "num_tokens, decision, metadata, layers"
+FACTS = "num_tokens, decision, metadata, layers, context"
 
 
 def reader(expressions: Iterable[str], names: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
@@ -44,7 +45,7 @@ def reader(expressions: Iterable[str], names: Mapping[str, Any]) -> Callable[...
 
 def facts_of(context: ForwardContext) -> tuple[Any, ...]:
     """The facts of a step, which paths begin with."""
-    return context.num_tokens, context.decision, context.metadata, context.layers
+    return context.num_tokens, context.decision, context.metadata, context.layers, context
 
 
 class StepReads:
@@ -100,6 +101,22 @@ class StepReads:
         observer = self._observer
         return TensorReads(observer, addressed) if observer is not None else nullcontext()
 
+    def of_step(self, args: Any) -> Callable[[], Any] | None:
+        """What gives the arguments of a break in the step that runs, None if they are `args`: an
+        object or tensor of the context is that of the step."""
+        leaves, spec = tree_flatten(args)
+        known = self._observer.paths() if self._observer is not None else {}
+        places = [at for at, leaf in enumerate(leaves) if id(leaf) in known]
+        if not places:
+            return None
+        read = reader([known[id(leaves[at])] or "context" for at in places], self.names)
+
+        def arguments() -> Any:
+            now = dict(zip(places, read(*facts_of(CURRENT.get())), strict=True))
+            return tree_unflatten([now.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+
+        return arguments
+
     def close(self) -> None:
         """Raises ReadNotKept, also if the op that read has gone on."""
         if self._observer is not None:
@@ -145,7 +162,7 @@ class StepReads:
         raise self._refused
 
     def bound(self, path: str, value: Any) -> None:
-        test = f"({path} <= {value!r})"
+        test = f"bool({path} <= {self.key(value)})"
         self._bounds[test] = path, value
         self.value(test, True)
 

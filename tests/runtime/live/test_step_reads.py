@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import pytest
@@ -533,6 +533,14 @@ def test_a_tensor_that_code_in_a_graph_reads_lies_in_other_memory(mode, traced, 
             step(prepared, SPACE(scale=scale.clone()))
 
 
+def test_the_last_item_of_a_dict_is_taken_first():
+    seen: list[Any] = []
+    noted(lambda m: seen.extend([m.popitem(), m.popitem()]), {"a": 1, "k": 2})
+    assert seen == [("k", 2), ("a", 1)]
+    with pytest.raises(KeyError, match="dictionary is empty"):
+        noted(lambda m: m.popitem(), {})
+
+
 def test_a_number_that_equals_nothing_is_itself():
     reads = noted(lambda m: m.n, SPACE(n=float("nan")))
     reads.check(ForwardContext({}, metadata=SPACE(n=float("nan"))))
@@ -644,6 +652,126 @@ def test_what_is_changed_in_place_is_noticed(held):
         reads.check(ForwardContext({}, metadata=SPACE(held=held)))
 
 
+GIVEN: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "the metadata": (lambda c: c.metadata, lambda given: given.scale),
+    "the context": (lambda c: c, lambda given: given.metadata.scale),
+    "an object": (lambda c: c.metadata.inner, lambda given: given.scale),
+    "a dict": (lambda c: c.metadata.by_name, lambda given: given["scale"]),
+    "a namespace": (lambda c: c.metadata.space, lambda given: given.scale),
+    "a tensor": (lambda c: c.metadata.tensor, lambda given: given),
+    "of a layer": (lambda c: c.layers["a"].scale, lambda given: given.scale),
+    "in a list": (lambda c: [c.metadata, 1.0], lambda given: given[0].scale * given[1]),
+}
+
+
+@break_graph(fake=lambda x, given, scale_of: torch.empty_like(x))
+def times(x, given, scale_of):
+    return x * scale_of(given)
+
+
+class Gives(nn.Module):
+    """Reads what it gives to a break inside a graph."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.gives, self.scale_of = GIVEN[case]
+
+    def forward(self, x):
+        try:
+            given = self.gives(get_forward_context())
+        except OutsideStep:
+            given = None
+        return times(x * 1.0, given, self.scale_of) + 1.0
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_a_break_is_given_what_the_step_has(case):
+    def metadata(scale):
+        made: Any = Metadata(scale)
+        made.space, made.tensor = SPACE(scale=scale), torch.full((1,), scale)
+        return made
+
+    layer = Inner(Inner(2.0))
+    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="PIECEWISE")
+    prepared = prepare(Gives(case), config, layers={"a": layer})
+    prepared.capture(lambda descriptor, mode: metadata(2.0))
+    for scale in (2.0, 3.0, 4.0):
+        layer.scale = Inner(scale)
+        assert step(prepared, metadata(scale)).unique().tolist() == [scale + 1.0]
+
+
+@break_graph(fake=lambda x, made: None)
+def adds(x, made):
+    made.append(x * 2.0)
+
+
+def test_a_break_that_changes_a_list_that_it_is_given_is_refused_with_its_line():
+    class Model(nn.Module):
+        def forward(self, x):
+            made: list[Tensor] = []
+            adds(x * 1.0, made)
+            return (made or [x])[0] + 1.0
+
+    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="PIECEWISE")
+    with pytest.raises(AllCapturesFailed, match="adds changes a list or dict") as caught:
+        prepare(Model(), config).capture()
+    assert __file__ in str(caught.value)
+
+
+@lru_cache
+def doubled_once(metadata):
+    return metadata.table * 2.0
+
+
+class Slotted:
+    __slots__ = ("derived", "table")
+
+    def __init__(self, table):
+        self.table, self.derived = table, None
+
+
+class Holds:
+    def __init__(self, table):
+        self.table, self.derived, self.inner = table, None, Slotted(table)
+
+
+def of_last(metadata, last=[None, None]):  # noqa: B006
+    if last[0] is not metadata:
+        last[:] = metadata, metadata.table * 2.0
+    return last[1]
+
+
+def of_slot(metadata):
+    if metadata.derived is None:
+        metadata.derived = metadata.table * 2.0
+    return metadata.derived
+
+
+KEPT = WeakKeyDictionary[Any, Any]()
+KEEPS: dict[str, Callable[[Any], Any]] = {
+    "by its hash": doubled_once,
+    "for the last": of_last,
+    "in a slot": of_slot,
+    "in a slot of an object": lambda m: of_slot(m.inner),
+    "weakly": lambda m: KEPT.get(m) if m in KEPT else KEPT.setdefault(m, m.table * 2.0),
+}
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+def test_what_is_derived_once_from_metadata_is_in_the_graph_wherever_it_is_kept(keeps):
+    table = torch.ones(1)
+
+    def metadata():
+        return Holds(table)
+
+    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="FULL")
+    prepared = prepare(Model(KEEPS[keeps]), config)
+    prepared.capture(lambda descriptor, mode: metadata())
+    for value in (1.0, 2.0):
+        table.fill_(value)
+        assert step(prepared, metadata()).unique().tolist() == [value * 2.0 + 1.0]
+
+
 class Bounded(SimpleNamespace):
     graph_bounds = ("longest",)
 
@@ -656,6 +784,39 @@ def test_rtp_1265_a_bound_may_fall_but_not_rise():
         assert step(prepared, metadata).unique().tolist() == [3.0]
     with pytest.raises(StaleContext, match=r"metadata\.longest .* 'at most 8', and 9 in this step"):
         step(prepared, Bounded(longest=9, scale=2.0))
+
+
+@pytest.mark.parametrize("bound", [np.int64(8), Decimal(8), 8.5, math.inf])
+def test_a_bound_is_a_number_of_any_class(bound):
+    reads = noted(lambda m: m.longest, Bounded(longest=bound))
+    for longest in (bound, 3):
+        reads.check(ForwardContext({}, metadata=Bounded(longest=longest)))
+    if bound != math.inf:
+        with pytest.raises(StaleContext, match="at most 8"):
+            reads.check(ForwardContext({}, metadata=Bounded(longest=9)))
+
+
+def test_a_bound_that_is_no_number_is_a_value():
+    reads = noted(lambda m: m.longest, Bounded(longest=None))
+    reads.check(ForwardContext({}, metadata=Bounded(longest=None)))
+    with pytest.raises(StaleContext, match="None, and 9"):
+        reads.check(ForwardContext({}, metadata=Bounded(longest=9)))
+
+
+class Stating(Inner):
+    graph_constants = "debug_level"  # without the comma of a tuple
+
+
+def test_a_name_that_a_class_states_is_no_part_of_another():
+    first, other = Stating(1.0), Stating(1.0)
+    first.debug, other.debug, first.debug_level, other.debug_level = 1, 1, 1, 2
+    for read in (lambda m: (m.debug, m.debug_level), copy.copy):
+        reads = noted(read, first)
+        reads.check(ForwardContext({}, metadata=other))
+        other.debug = 2
+        with pytest.raises(StaleContext, match=r"metadata\.debug "):
+            reads.check(ForwardContext({}, metadata=other))
+        other.debug = 1
 
 
 def test_what_an_op_writes_and_then_reads_is_not_the_steps():
