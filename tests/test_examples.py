@@ -4,12 +4,12 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import output_of
 from tests.run_programs import forking
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
@@ -82,11 +82,7 @@ def run(tmp_path):
     def run(name, *arguments, **variables):
         command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
         environment = {**os.environ, "PIECEGRAPH_CACHE_DIR": str(tmp_path / "cache"), **variables}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=280
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return output_of(*command, env=environment, cwd=tmp_path, timeout=280)
 
     return run
 

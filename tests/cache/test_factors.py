@@ -4,7 +4,6 @@ import enum
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from piecegraph.cache.keys.factors import canonical, is_place, plain
 from piecegraph.cache.keys.key import ABSENT, Difference, Key, diff
 from piecegraph.errors import InvalidFactor
+from tests.processes import PYTHON, output_of
 
 words = st.text(st.sampled_from("abcxyz_"), min_size=1, max_size=6)
 factors = st.recursive(
@@ -195,7 +195,4 @@ def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path, monkeypatch, 
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     path = os.pathsep.join(sys.path)
     environ = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path, "HOME": "/home/other"}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == capsys.readouterr().out
+    assert output_of(PYTHON, "-c", SCRIPT, env=environ) == capsys.readouterr().out

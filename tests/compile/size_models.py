@@ -31,27 +31,10 @@ def at_least_two(m, x):
     return x
 
 
-def more_than_four(m, x):
-    if x.shape[0] > 4:  # unsound
-        return m.linear(x)
-    return x
-
-
 def large_batch(m, x):
     if x.shape[0] >= 1024:  # unsound
         return x - 1
     return m.linear(x)
-
-
-def even(m, x):
-    y = m.linear(x)
-    return y * 2 if x.size(0) % 2 else y  # unsound
-
-
-def not_seventeen(m, x):
-    if x.shape[0] != 18:  # unsound
-        return m.linear(x)
-    return x
 
 
 def asserted(m, x):
@@ -59,24 +42,8 @@ def asserted(m, x):
     return m.linear(x)
 
 
-def checked(m, x):
-    torch._check(x.shape[0] <= 100)  # unsound
-    return m.linear(x)
-
-
-def checked_remainder(m, x):
-    y = m.linear(x)
-    torch._check(x.shape[0] % 17 == 0)  # unsound
-    return y
-
-
 def squeezed(m, x):
     return m.linear(x).squeeze(0)  # unsound
-
-
-def squeezed_away(m, x):
-    y = m.linear(x).squeeze()  # unsound
-    return y.softmax(0).view(x.shape[0], 8)
 
 
 def broadcast(m, x):
@@ -115,14 +82,6 @@ def linear(m, x):
     return m.linear(x).relu()
 
 
-def mean(m, x):
-    return m.linear(x).mean(0)
-
-
-def softmax_over_tokens(m, x):
-    return m.linear(x).softmax(0)
-
-
 def first_half(m, x):
     return m.linear(x)[: x.shape[0] // 2]
 
@@ -141,26 +100,6 @@ def six_rows(m, x):
 
 def all_but_five(m, x):
     return m.linear(x)[:-5]
-
-
-def scaled_by_size(m, x):
-    return m.linear(x) * x.shape[0]
-
-
-def positions(m, x):
-    return m.linear(x) + torch.arange(x.shape[0])[:, None]
-
-
-def doubled(m, x):
-    return torch.cat([x, m.linear(x)])
-
-
-def sorted_(m, x):
-    return m.linear(x).sort(0).values
-
-
-def causal(m, x):
-    return torch.ones(x.shape[0], x.shape[0]).tril() @ m.linear(x)
 
 
 def padded(m, x):

@@ -1,8 +1,6 @@
 """What released models have: the result of each request is that of the model's own forward."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
 )
 from piecegraph.tools.integrations.transformers.paged import paged_layers  # noqa: E402
 from piecegraph.tools.integrations.transformers.small import build_calm, small_configs  # noqa: E402
+from tests.processes import PYTHON, output_of  # noqa: E402
 
 from . import families  # noqa: E402
 from .test_proof import gemma3n  # noqa: E402
@@ -316,6 +315,4 @@ def in_a_process(expression, folder):
         f"print('result', {expression})"
     )
     tests = Path(__file__).parents[1]
-    run = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.rpartition("result ")[2].strip()
+    return output_of(PYTHON, "-c", program, cwd=tests).rpartition("result ")[2].strip()

@@ -8,14 +8,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from tests.compile.conditions.outcomes import CASES, one_of_each, outcomes
+from tests.processes import PYTHON, output_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,12 +42,8 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 def recorded_now(*names: str) -> dict[str, str]:
     """What `record` would write into these files, made in a process of its own."""
     environment = {**os.environ, "PIECEGRAPH_OFF": ""}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.goldens.record", *names],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    texts: dict[str, str] = json.loads(run.stdout)
+    out = output_of(PYTHON, "-m", "tests.goldens.record", *names, cwd=ROOT, env=environment)
+    texts: dict[str, str] = json.loads(out)
     return texts
 
 

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.processes import PYTHON, output_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -68,11 +68,6 @@ ALL = [(moment, call) for moment in (0.1, 0.8) for call in CALLS]
     "each", [ALL[4:5], pytest.param(ALL, marks=pytest.mark.heavy)], ids=["child", "all"]
 )
 def test_neither_the_engine_nor_the_verification_fails(tmp_path, each):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), json.dumps(each)],
-        capture_output=True,
-        text=True,
-        timeout=200 * len(each),
-        env={name: value for name, value in os.environ.items() if name != "PIECEGRAPH_OFF"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    environ = {name: value for name, value in os.environ.items() if name != "PIECEGRAPH_OFF"}
+    program = PYTHON, "-c", PROGRAM, tmp_path, json.dumps(each)
+    output_of(*program, timeout=200 * len(each), env=environ)

@@ -1,11 +1,9 @@
 """Operations are killed at random; the next start removes their files and works."""
 
-import subprocess
-import sys
-
 import pytest
 
 from piecegraph.tools.cache_verify import verify
+from tests.processes import PYTHON, output_of
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -120,13 +118,8 @@ def test_killed_operations_leave_nothing(wanted, tmp_path):
     folders = [tmp_path / name for name in ("caches", "temporary", "exports")]
     for folder in folders[1:]:
         folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, folders), str(wanted)],
-        capture_output=True,
-        text=True,
-        timeout=3 * wanted + 200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{wanted} kills, left by them: True\nleft after a start: set()\n"
+    command = PYTHON, "-W", "ignore", "-c", PROGRAM, *folders, wanted
+    out = output_of(*command, timeout=3 * wanted + 200)
+    assert out == f"{wanted} kills, left by them: True\nleft after a start: set()\n"
     for number in range(3):
         assert verify(folders[0] / str(number)) == []

@@ -19,7 +19,9 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import _saying_what_is_kept
 from piecegraph.tools.serve.trace import EXCERPT
 from piecegraph.tools.start_lines import Interrupted
+from tests.tables import tables_of
 
+TABLES = tables_of(__file__)
 PROGRAM = [sys.executable, "-m", "piecegraph"]
 
 
@@ -187,22 +189,9 @@ def test_sizes_beyond_the_limit_are_refused_before_anything_runs(library, capsys
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["run", "--cache-dir", ""], "--cache-dir = ''"),
-        (["run", "--length-scale", "1e300"], "--length-scale = 1e+300"),
-        (["sizes", "fit", str(EXCERPT), "--rate", "nan"], "--rate = nan"),
-        (["sizes", "fit", str(EXCERPT), "--max-graphs", "1"], "--max-graphs = 1"),
-        (["cache", "import", "/"], "invalid setting PATH = '/': there is no key"),
-        (["cache", "import", "/", "--trust"], "image / was rejected"),
-        (["cache", "warm", "--no-cache"], "--no-cache"),
-        (["cache", "warm", "--off", "compile"], "--off"),
-        (["cache", "warm", "--backend", "eager"], "--backend = 'eager'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "named"), TABLES["named"])
 def test_errors_name_what_was_typed(capsys, arguments, named):
-    assert main(arguments) == 2
+    assert main([str(EXCERPT) if each == "EXCERPT" else each for each in arguments]) == 2
     error = capsys.readouterr().err
     assert named in error
     assert len(error) < 300
@@ -220,19 +209,7 @@ def test_set_reaches_every_setting(library):
     assert config.steps.padding == {"x": 1}
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("nonsense", "NAME=VALUE"),
-        ("captures_per_step=1", "did you mean 'strategy.captures_per_step'"),
-        ("strategy.captures_per_step=no", "strategy.captures_per_step"),
-        ("strategy.captures_per_step=2", "strategy.captures_per_step"),  # not with EAGER
-        ("tracing.guards=prov", "did you mean 'prove'"),
-        ("max_num_tokens=4", "--max-num-tokens"),
-        ("graph_mode=FULL", "--mode"),
-        ("cache=false", "--no-cache"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), TABLES["settings"])
 def test_a_setting_that_cannot_be_is_one_line(library, capsys, setting, message):
     assert main([*SMALL, "--set", setting]) == 2
     error = capsys.readouterr().err

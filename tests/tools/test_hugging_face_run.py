@@ -16,35 +16,13 @@ from piecegraph.tools.serve.hugging_face import (
     parse_hf_config,
 )
 from piecegraph.tools.serve.options import read_run_options
+from tests.tables import tables_of
 
 pytestmark = pytest.mark.compile
 
 CPU = torch.device("cpu")
 
-SMALL = (
-    "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,"
-    "num_key_value_heads=2,vocab_size=96,head_dim=8"
-)
-MODELS = {
-    "llama": f"LlamaConfig,{SMALL}",
-    "qwen3_moe": f"Qwen3MoeConfig,{SMALL},num_experts=4,num_experts_per_tok=2,"
-    "moe_intermediate_size=16",
-    "gemma3": f'Gemma3TextConfig,{SMALL},sliding_window=8,layer_types=["sliding_attention",'
-    '"full_attention"]',
-    "deepseek_v32": f"DeepseekV32Config,{SMALL.replace('heads=2', 'heads=4')},index_topk=8,"
-    "index_n_heads=16,index_head_dim=16,q_lora_rank=16,kv_lora_rank=16,qk_rope_head_dim=8,"
-    "qk_nope_head_dim=8,v_head_dim=12,n_routed_experts=4,num_experts_per_tok=2,n_group=1,"
-    "topk_group=1,moe_intermediate_size=16,first_k_dense_replace=1",  # sparse attention
-    "phi3": f"Phi3Config,{SMALL.replace(',head_dim=8', '')},max_model_len=64,pad_token_id=0,"
-    'rope_parameters={"rope_type":"longrope","rope_theta":1e4,"short_factor":[1,1.1,1.2,1.3],'
-    '"long_factor":[2,3,4,5]},max_position_embeddings=128,original_max_position_embeddings=32',
-    "gpt_oss": f"GptOssConfig,{SMALL},num_local_experts=4,num_experts_per_tok=2,sliding_window=8",
-    "lfm2": f'Lfm2Config,{SMALL.replace(",head_dim=8", "")},layer_types=["conv","full_attention"]',
-    "qwen3_next": f"Qwen3NextConfig,{SMALL},num_experts=4,num_experts_per_tok=2,"
-    'layer_types=["linear_attention","full_attention"],linear_key_head_dim=8,'
-    "linear_value_head_dim=8,linear_num_key_heads=2,linear_num_value_heads=4,"
-    "moe_intermediate_size=16,shared_expert_intermediate_size=16",
-}
+MODELS = {family: "".join(text.split()) for family, text in tables_of(__file__).items()}
 FEW = ["--requests", "6", "--length-scale", "0.04", "--max-num-tokens", "32", "--no-cache"]
 FEW += ["--max-num-reqs", "4", "--verify", "all"]
 IN_GRAPHS = {"gemma3", "llama", "phi3", "gpt_oss"}

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.tools.serve.trace import EXCERPT, read_trace
+from tests.processes import output_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -54,16 +54,8 @@ def test_every_command_is_one_we_know_how_to_run():
 def test_a_command_succeeds(command, environment, tmp_path):
     benchmark = command.startswith("python -m ")
     arguments = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
-    done = subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT if benchmark else tmp_path,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    folder = ROOT if benchmark else tmp_path
+    assert output_of(*arguments, env=environment, cwd=folder, timeout=280)
 
 
 @pytest.mark.parametrize("command", TARGETS)
@@ -71,9 +63,7 @@ def test_a_make_target_exists_and_its_recipe_can_be_expanded(command):
     """The targets themselves run this suite; here they are only looked at."""
     if shutil.which("make") is None:
         pytest.fail("make is missing")
-    done = subprocess.run([*command.split(), "--dry-run"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert output_of(*command.split(), "--dry-run", cwd=ROOT)
 
 
 def test_the_numbers_of_versions_contracts_and_requests_are_those_of_the_project():

@@ -1,7 +1,6 @@
 """The Triton attention kernel: its numbers in Triton's interpreter, and its code for a GPU."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import triton
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import library_config, require_kernels
+from tests.processes import output_of
 
 sys.path.append(str(Path(__file__).parent))
 from kernel_table import FORMS, attention_variants, table, variants
@@ -22,10 +22,7 @@ CASES = Path(__file__).with_name("kernel_cases.py")
 def interpreted(*arguments):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    output_of(*command, *arguments, env=environment)
 
 
 @pytest.mark.slow

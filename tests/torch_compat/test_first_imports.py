@@ -4,10 +4,10 @@ Each case is a fork of one process that has imported torch alone.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests.processes import PYTHON, output_of
 
 PROGRAM = """
 import json, os, sys, threading, traceback
@@ -78,8 +78,6 @@ print(json.dumps(failed))
 def test_in_a_process_that_has_imported_torch_alone():
     """Older getters of torch raised; a light mode imports no Dynamo; what is imported is there; two
     threads that import first get whole modules."""
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    failed = json.loads(run.stdout)
+    failed = json.loads(output_of(PYTHON, "-c", PROGRAM))
     assert failed == dict.fromkeys(failed, "")
     assert len(failed) == 5

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import functools
 import itertools
 import operator
@@ -16,20 +14,9 @@ from torch import nn
 from ..ops import define
 
 define(
-    "named_rows(Tensor x, str layer) -> Tensor",
-    lambda x, layer: x[:, :4].clone() if layer == "layer.2" else x.clone(),
-    lambda x, layer: torch.empty_like(x[:, :4] if layer == "layer.2" else x),
-)
-
-define(
     "numbered(Tensor x, int layer) -> Tensor",
     lambda x, layer: x * layer,
     lambda x, layer: torch.empty_like(x),
-)
-define(
-    "numbered_rows(Tensor x, int layer) -> Tensor",
-    lambda x, layer: x[:, :layer].clone(),
-    lambda x, layer: torch.empty_like(x[:, :layer]),
 )
 NUMBERED = torch.ops.piecegraph_test.numbered
 
@@ -112,29 +99,11 @@ def called_in_two_forms():
     return model
 
 
-FACTORS = {}
 KNOWN = []
 
 
 def registered(model, layer, number):
-    FACTORS[layer] = FACTORS[str(number)] = float(number)
     KNOWN[number:] = [layer]
-
-
-REGISTRY = types.SimpleNamespace(known=KNOWN)
-
-
-def closing(before):
-    known = []
-    return stack(lambda m, x: before(m, x, known), lambda _, m, n: known.append(m))
-
-
-def knows_parent(model, layer, number):
-    layer.parent = [model]
-
-
-def is_last(layer, x):
-    return x * 3 if layer is layer.parent[0].layers[COUNT - 1] else x
 
 
 class Outer(Stack):
@@ -142,7 +111,7 @@ class Outer(Stack):
 
     def __init__(self, run):
         super().__init__()
-        self.run, self.kinds, self.calls = run, [1, 1, 2, 1], [0]
+        self.run, self.calls = run, [0]
 
     def forward(self, x):
         return self.run(self, x)
@@ -275,13 +244,6 @@ def with_own(third, others, use):
     )
 
 
-def with_part_read_before():
-    """A stack that reads a weight of its first layer by another name before it calls the layers."""
-    model = Outer(lambda m, x: Stack.forward(m, x + m.first.bias))
-    model.first = model.layers[0].linear
-    return model
-
-
 def marked(model, x):
     for number, layer in enumerate(model.layers):
         x = x + 1
@@ -290,14 +252,6 @@ def marked(model, x):
     return x
 
 
-def in_global(model, x):
-    for number, layer in enumerate(model.layers):
-        CURRENT["number"] = number
-        x = layer(x)
-    return x
-
-
-CURRENT = {"number": 0}
 COUNTER = itertools.count()
 
 
@@ -306,20 +260,6 @@ def reading(read, run):
     outer = Outer(run)
     outer.layers = model.layers
     return outer
-
-
-class Slotted(Layer):
-    __slots__ = ("choice",)
-
-    def before(self, x):
-        return x * 3 if "three" in self.choice else x
-
-
-def slotted():
-    model = Stack(Slotted)
-    for number, layer in enumerate(model.layers):
-        layer.choice = {"three": 1} if number == 2 else {"other": 1}
-    return model
 
 
 def of_objects(make):
@@ -349,20 +289,6 @@ class IsThird(metaclass=Asked):
 class WithProperties(Layer):
     third = property(operator.attrgetter("rank"))
 
-    def __getattr__(self, name):
-        return self.rank * 3 if name == "computed" else super().__getattr__(name)
-
-    @property
-    def doubled(self):
-        return self.rank * 2
-
-    @torch._dynamo.assume_constant_result
-    def constant(self):
-        return self.rank
-
-    def extra_repr(self):
-        return f"{self.rank}"
-
 
 def with_properties(use):
     class Used(WithProperties):
@@ -373,17 +299,6 @@ def with_properties(use):
     for number, layer in enumerate(model.layers):
         layer.rank = number
     return model
-
-
-class Holding(collections.deque[Any]):
-    """A container whose items are not in its `__dict__`."""
-
-
-HOLDING = Holding()
-
-
-def is_held(layer, x):
-    return x * 3 if layer is HOLDING[2] else x
 
 
 def closing_over(factor):
@@ -399,13 +314,6 @@ def by_closures(variables, factors):
         lambda m, x: m.functions[1](m.functions[0](x)),
         lambda _, m, n: setattr(m, "functions", make[variables[n]]()),
     )
-
-
-def of_parts(make, use):
-    """A stack whose layers have equal objects; a variable of their method is that of the third."""
-    held = [make() for _ in range(COUNT)]
-    third = held[2]
-    return stack(lambda m, x: use(m, x, third), lambda _, m, n: setattr(m, "given", held[n]))
 
 
 def stated(read, run):
@@ -426,28 +334,11 @@ def stated(read, run):
     return model
 
 
-def matched(layer, x):
-    match layer:
-        case Layer(rank=2):
-            return x * 3
-    return x
-
-
 def vars_before():
     model = numbered(lambda m, x: x * vars(m)["rank"])
     outer = Outer(lambda m, x: Stack.forward(m, x * sum(vars(each)["rank"] for each in m.layers)))
     outer.layers = model.layers
     return outer
-
-
-def set_once(state, number):
-    if number == 0:
-        state.seen = 1
-
-
-def set_third(state, number):
-    if number == 2:
-        state.factor = 3
 
 
 def appended(state, number):
@@ -457,144 +348,35 @@ def appended(state, number):
 
 
 MODELS = {
-    "a number that is not read": lambda: numbered(lambda m, x: x),
-    "a number in a condition": lambda: numbered(lambda m, x: x * 3 if m.rank == 2 else x),
-    "a number as a size": lambda: numbered(lambda m, x: x + x.new_ones(m.rank + 1).sum()),
     "a number in a shape": lambda: stack(
         lambda m, x: x + x.view(-1, m.rank).sum(), lambda _, m, n: setattr(m, "rank", 2 + 2 * n)
     ),
-    "the shape depends on the number": lambda: numbered(
-        lambda m, x: x * torch.ops.piecegraph_test.numbered_rows(x, m.rank).shape[1]
-    ),
-    "a number in a text": lambda: numbered(lambda m, x: x * 3 if f"{m.rank}" == "2" else x),
     "a number times a size": lambda: numbered(lambda m, x: NUMBERED(x, x.shape[0] * m.rank)),
     "a limit of sizes": lambda: stack(
         lambda m, x: x * 3 if x.shape[0] > m.limit else x, lambda _, m, n: setattr(m, "limit", 64)
     ),
-    "the largest of a number and a size": lambda: numbered(
-        lambda m, x: NUMBERED(x, max(x.shape[0], 60 + m.rank))
-    ),
-    "a number that is matched": lambda: numbered(matched),
-    "a number among the vars": lambda: numbered(
-        lambda m, x: x * sum(v for v in vars(m).values() if type(v) is int)
-    ),
     "vars that were read before": lambda: vars_before(),
-    "a number by a getter": lambda: numbered(lambda m, x: x * operator.attrgetter("rank")(m)),
     "a number by isinstance": lambda: numbered(lambda m, x: x * 3 if isinstance(m, IsThird) else x),
-    "a number by a property": lambda: with_properties(lambda m, x: m.doubled),
     "a number by a property in C": lambda: with_properties(lambda m, x: m.third),
-    "a number by __getattr__": lambda: with_properties(lambda m, x: m.computed),
-    "a number by a constant result": lambda: with_properties(lambda m, x: m.constant()),
-    "the digits of a number": lambda: with_properties(lambda m, x: repr(m).count("2")),
-    "a module in a deque": lambda: stack(
-        is_held, lambda _, m, n: (HOLDING.clear() if n == 0 else None, HOLDING.append(m))
-    ),
-    "an object of a closure": lambda: of_parts(
-        lambda: Factor(2), lambda m, x, third: m.given(x) * (3 if m.given is third else 1)
-    ),
-    "a method of a closure": lambda: of_parts(
-        lambda: Factor(2).apply, lambda m, x, third: m.given(x) * (3 if m.given is third else 1)
-    ),
-    "a tuple of a closure": lambda: of_parts(
-        lambda: (*KINDS,), lambda m, x, third: x * (3 if m.given is third else 1)
-    ),
-    "equal partials": lambda: of_parts(
-        lambda: functools.partial(torch.mul, other=2), lambda m, x, third: m.given(x)
-    ),
-    "a number of an object": lambda: stack(
-        lambda m, x: x * m.given.factor, lambda _, m, n: setattr(m, "given", Factor(n))
-    ),
-    "a state that is set once": lambda: stated(lambda state: state.factor, set_once),
-    "a state that is set for one": lambda: stated(lambda state: state.factor, set_third),
     "a state that grows": lambda: stated(lambda state: len(state.seen), appended),
     "the type in a set": lambda: with_own({1.5, 2}, {1.5, 2.0}, lambda own, x: sum(own)),
-    "the factory of a dict": lambda: with_own(
-        collections.defaultdict(lambda: 3),
-        collections.defaultdict(lambda: 1),
-        lambda own, x: own[2],
-    ),
-    "a list that is a global one": lambda: with_own(
-        KINDS, [*KINDS], lambda own, x: 3 if own is KINDS else 1
-    ),
     "a float that is one object": lambda: with_own(
         (HALF, HALF), (HALF, float("0.5")), lambda own, x: 3 if own[0] is own[1] else 1
     ),
-    "a float that is a global one": lambda: with_own(
-        HALF, float("0.5"), lambda own, x: 3 if own is HALF else 1
-    ),
-    "a part that the model reads before": with_part_read_before,
-    "the order of a dict": lambda: with_own(
-        {"a": 1, "b": 2}, {"b": 2, "a": 1}, lambda own, x: next(iter(own.values()))
-    ),
-    "a gradient": lambda: stack(
-        lambda m, x: x if m.linear.weight.grad is None else x * 3,
-        lambda _, m, n: setattr(m.linear.weight, "grad", m.linear.weight * 2 if n == 2 else None),
-    ),
     "a mark on a tensor": lambda: reading(lambda m, x: x.mark, marked),
-    "a global that is written": lambda: reading(lambda m, x: CURRENT["number"], in_global),
     "a shared iterator": lambda: stack(lambda m, x: x * next(COUNTER)),
-    "a random tensor": lambda: stack(lambda m, x: x * torch.rand(8)),
-    "a dict in a slot": slotted,
     "a method of an object": lambda: of_objects(lambda n: Factor(n).apply),
-    **{f"changed: {name}": changed(change) for name, change in CHANGES.items()},
-    "the last of a list": lambda: stack(is_last, knows_parent),
-    "known by a closure": lambda: closing(lambda m, x, known: x * 3 if m is known[2] else x),
-    "known by a default": lambda: stack(
-        lambda m, x, known=KNOWN: x * 3 if m is known[2] else x, registered
-    ),
-    "known by an object": lambda: stack(
-        lambda m, x: x * 3 if m is REGISTRY.known[2] else x, registered
-    ),
+    **{f"changed: {name}": changed(CHANGES[name]) for name in ("a hook", "strides")},
     "known by the class": lambda: stack(
         lambda m, x: x * 3 if m is type(m).options.known[2] else x,
         lambda _, m, n: vars(Layer.options).setdefault("known", []).append(m),
     ),
-    "a weight that another layer reads": lambda: stack(
-        lambda m, x: x * 3 if m.linear.weight is KNOWN[0].linear.bias else x + m.linear.weight[0],
-        lambda model, m, n: (
-            registered(model, m, n),
-            setattr(m.linear, "weight", KNOWN[0].linear.weight) if n == 2 else None,
-        ),
-    ),
     "in a global list": lambda: stack(lambda m, x: x * 3 if m in KNOWN[2:] else x, registered),
-    "a global table by name": lambda: stack(lambda m, x: x * FACTORS[m.name[-1]], registered),
     "the end of the name": lambda: stack(lambda m, x: x * 3 if m.name.endswith("2") else x),
-    "the name as a number": lambda: stack(
-        lambda m, x: x * int(m.name), lambda _, m, n: set_name(m, str(n))
-    ),
-    "the name is formatted": lambda: stack(lambda m, x: x * 3 if f"{m.name}." == "layer.2." else x),
-    "the name of an attribute": lambda: stack(
-        lambda m, x: x * getattr(m, m.name),
-        lambda _, m, n: (
-            (set_name(m, f"a{n}"), setattr(m, "a2", 3), setattr(m, "a0", 1))
-            and [setattr(m, f"a{i}", i) for i in range(COUNT)]
-        ),
-    ),
-    "the shape depends on the name": lambda: stack(
-        lambda m, x: x * torch.ops.piecegraph_test.named_rows(x, m.name).shape[1]
-    ),
-    "identity as a number": lambda: stack(
-        lambda m, x: x * (3 if id(m) == id(KNOWN[2]) else 1), registered
-    ),
     "autocast for one layer": lambda: modes(lambda third: torch.autocast("cpu", enabled=third)),
-    "inference mode for one layer": lambda: modes(
-        lambda third: torch.inference_mode() if third else contextlib.nullcontext()
-    ),
     "a counter in the model": lambda: Outer(counted),
-    "an argument that counts": lambda: with_arguments(lambda m, x, n: n + 1),
-    "an argument of a list": lambda: with_arguments(lambda m, x, n: m.kinds[n]),
-    "an argument that knows": lambda: with_arguments(
-        lambda m, x, n: 3 if m.layers[n] is m.layers[2] else 1
-    ),
     "the same tensor twice": lambda: with_arguments(lambda m, x, n: x if n % 2 else x + 1),
-    "another dtype": lambda: with_arguments(lambda m, x, n: x.bfloat16() if n == 2 else x + 1),
-    "results that are views": lambda: returning(lambda x, y, _: (y, y.view(-1), None, 1)),
-    "a result that is part of another": lambda: returning(lambda x, y, _: (y[1:], y[:1], None, 1)),
     "a constant result": lambda: returning(lambda x, y, factor: (x, y * 2, None, factor)),
     "written in place": lambda: stack(writes),
     "weights shared by layers": changed(lambda layer: tied(layer)),
-    "an attribute that is absent": lambda: stack(
-        lambda m, x: x * m.bonus if hasattr(m, "bonus") else x,
-        lambda _, m, n: setattr(m, "bonus", 3) if n == 2 else None,
-    ),
 }

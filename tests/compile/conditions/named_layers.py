@@ -10,7 +10,7 @@ from torch._library import opaque_object as opaque
 from torch._opaque_base import OpaqueBaseMeta
 
 from ..ops import define
-from .differing_layers import COUNT, KINDS, Outer, Stack
+from .differing_layers import COUNT, KINDS, Stack
 
 
 class Label(metaclass=OpaqueBaseMeta):
@@ -31,16 +31,6 @@ class Label(metaclass=OpaqueBaseMeta):
         return f"{kind.__name__}({self.text!r}, {self.other!r})", {kind.__name__: kind}
 
 
-class Short(Label):
-    def __len__(self):
-        return len(self.text) - len("layer.")
-
-
-class Texted(Label):
-    def __str__(self):
-        return str(self.text)
-
-
 class Counted(Label):
     """Its constructor changes the class."""
 
@@ -52,15 +42,6 @@ class Counted(Label):
         type(self).made = 0 if text == "layer.0" else self.made + 1
 
 
-class Measured(Label):
-    """Its constructor looks at the text."""
-
-    def __init__(self, text, other=""):
-        self.text = text
-        self.other = other
-        self.factor = 3 if text == "layer.2" else 1
-
-
 class Constant(Label):
     """Dynamo makes it a constant of the graph."""
 
@@ -70,7 +51,7 @@ class Shown(Label):
 
 
 SHOWN = {"text": opaque.MemberType.USE_REAL}
-for kind in (Label, Short, Texted, Counted, Measured, Constant, Shown):
+for kind in (Label, Counted, Constant, Shown):
     members, hoist = SHOWN if kind is Shown else None, kind is not Constant
     opaque.register_opaque_type(kind, typ="value", hoist=hoist, members=members)
 
@@ -79,7 +60,7 @@ def _rows(x, label):
     return x[:, :4].clone() if label.text == "layer.2" else x.clone()
 
 
-for kind in (Label, Counted, Measured, Constant, Shown):
+for kind in (Label, Counted, Constant, Shown):
     name, shown = kind.__name__, opaque.get_opaque_type_name(kind)
     define(
         f"kept_{name}(Tensor x, {shown} label) -> Tensor",
@@ -140,18 +121,6 @@ def made_again(layer, x, label):
     return OPS.kept_Label(x, Label(layer.name, "again")) * 2
 
 
-def matched(layer, x, label):
-    match label:
-        case Label(text="layer.2"):
-            return x * 3
-    return x
-
-
-def changed(layer, x, label):
-    label.text = "another"
-    return OPS.kept_Label(x, label)
-
-
 class Part(nn.Module):
     """A part that layers may share, such as a table of positions."""
 
@@ -167,40 +136,23 @@ class Part(nn.Module):
         return self.run(x)
 
 
-def sharing(use, third=lambda part: part, before=lambda m, x: x, known=False):
-    """A stack whose layers share a part, apart from the third; `before` runs before all. Lists in
-    a global object, or if `known` in the part, hold the layers and their weights."""
-    model = Outer(lambda m, x: Stack.forward(m, before(m, x)))
-    model.layers = stack(lambda m, x, _: use(m, x) * m.part(x)).layers
-    model.part = Part()
-    REGISTRY.known = [*model.layers]
-    REGISTRY.part = model.part
-    REGISTRY.weights = [each.linear.weight for each in model.layers]
-    if known:
-        model.part.known, model.part.weights = REGISTRY.known, REGISTRY.weights
+def sharing(use, third=lambda part: part):
+    """A stack whose layers share a part, apart from the third, and know it by a global object."""
+    model = stack(lambda m, x, _: use(m, x) * m.part(x))
+    model.part = REGISTRY.part = Part()
     for number, layer in enumerate(model.layers):
         layer.part = third(model.part) if number == 2 else model.part
         layer.registry = REGISTRY
     return model
 
 
-REGISTRY = types.SimpleNamespace(known=[], part=None, weights=[])
-GIVEN, ALIAS = types.SimpleNamespace(first=()), types.SimpleNamespace(kind=list[int])
+REGISTRY, GIVEN = types.SimpleNamespace(part=None), types.SimpleNamespace(first=())
 
 
 def other_part(factor):
     part = Part()
     part.factor = factor
     return part
-
-
-def reads_all(model, x):
-    """Read the layers and their weights from lists."""
-    for each in REGISTRY.known:
-        x = x + each.linear.bias
-    for each in REGISTRY.weights:
-        x = x + each[0]
-    return x
 
 
 class Block(nn.Module):
@@ -256,17 +208,6 @@ class Op:
 SINE = Op("sin", torch.ops.aten.sin.default, [Tensor | None, tuple[Tensor, Tensor]])
 
 
-def of_op(third):
-    return stack(
-        lambda m, x, _: m.given(x), lambda _, m, n: setattr(m, "given", third if n == 2 else SINE)
-    )
-
-
-def aliased(model, layer, number):
-    if number == 2:
-        ALIAS.kind = types.GenericAlias(list, (layer,))
-
-
 COPIED = {
     "a label that is passed": lambda: stack(kept),
     "two labels of a layer": lambda: stack(made_again),
@@ -277,65 +218,20 @@ COPIED = {
 """All but the first layer are copied, or all but two."""
 
 TRACED = {
-    "of a number": lambda: stack(lambda m, x, _: OPS.kept_Label(x, Label(m.name, m.number))),
     "compared": lambda: stack(lambda m, x, label: x * 3 if label == Label("layer.2") else x),
-    "its text": lambda: stack(lambda m, x, label: x * 3 if label.text == "layer.2" else x),
-    "all of it": lambda: stack(
-        lambda m, x, label: x * 3 if vars(label)["text"] == "layer.2" else x
-    ),
-    "in a set": lambda: stack(lambda m, x, label: x * len({label, Label("layer.2")})),
-    "its length": lambda: stack(
-        lambda m, x, _: x * len(Short(m.name)),
-        lambda _, m, n: setattr(m, "name", "layer." + "x" * (n + 1)),
-    ),
-    "formatted": lambda: stack(lambda m, x, _: x * 3 if f"{Texted(m.name)}" == "layer.2" else x),
-    "matched": lambda: stack(matched),
-    "changed": lambda: stack(changed),
     "the shape depends on it": lambda: stack(
         lambda m, x, label: x * OPS.rows_Shown(x, label).shape[1], kind=Shown
     ),
-    "passed, then compared": lambda: stack(
-        lambda m, x, label: kept(m, x, label) * (3 if label == Label("layer.2") else 1)
-    ),
     "a constant of the graph": lambda: stack(lambda m, x, _: x, kind=Constant),
     "its class counts": lambda: stack(lambda m, x, _: x * Counted.made, kind=Counted),
-    "its class computes": lambda: stack(lambda m, x, label: x * label.factor, kind=Measured),
     "a part of its own": lambda: sharing(
         lambda m, x: x * 3 if m.part is m.registry.part else x, lambda part: other_part(2.0)
     ),
-    "an equal part of its own": lambda: sharing(lambda m, x: x, lambda part: other_part(2.0)),
     "another factor": lambda: sharing(lambda m, x: x, lambda part: other_part(3.0)),
-    "known by a shared part": lambda: sharing(
-        lambda m, x: x * 3 if m is m.part.known[2] else x, known=True
-    ),
-    "in a list that was read": lambda: sharing(
-        lambda m, x: x * 3 if m in m.part.known[2:] else x, before=reads_all, known=True
-    ),
-    "in a shared list that was read": lambda: sharing(
-        lambda m, x: x * 3 if m is m.registry.known[2] else x, before=reads_all
-    ),
-    "a weight in a list that was read": lambda: sharing(
-        lambda m, x: x * 3 if m.linear.weight is m.part.weights[2] else x,
-        before=reads_all,
-        known=True,
-    ),
     "a part that compares": nested,
     "a guarded address": lambda: with_tensors(
         lambda m, x: x * m.holder.tensor,
         lambda tensor: torch._dynamo.mark_static_address(tensor, guard=True),
-    ),
-    "another mark": lambda: with_tensors(
-        lambda m, x: x * m.holder.tensor * getattr(m.holder.tensor, "factor", 1),
-        lambda tensor: setattr(tensor, "factor", 3),
-    ),
-    "another operator": lambda: of_op(Op("cos", torch.ops.aten.cos.default, SINE.annotation)),
-    "another name of an operator": lambda: stack(
-        lambda m, x, _: m.given(x) * (3 if m.given.name == "cos" else 1),
-        lambda _, m, n: setattr(m, "given", Op("cos" if n == 2 else "sin", SINE.op, None)),
-    ),
-    "in the arguments of a type": lambda: stack(
-        lambda m, x, _: x * 3 if m in ALIAS.kind.__args__ else x,
-        aliased,
     ),
 }
 """What the third layer does otherwise: in each stack a copy of another layer would be wrong."""

@@ -7,12 +7,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from tests.processes import PYTHON, output_of
 
 from .cases import adversary_sources, sources, unread_sources
 
@@ -44,7 +44,7 @@ def write(names: Collection[str], folder: Path) -> None:
 
 def starts(folder: Path, *runs: tuple[str, str]) -> list[dict[str, Outcome]]:
     """Starts of all cases, for each use of a bundle and variant of them, on one cache."""
-    program = [sys.executable, "-m", "tests.compile.conditions.run_cases"]
+    program = [PYTHON, "-m", "tests.compile.conditions.run_cases"]
     environment = {
         **os.environ,
         "PIECEGRAPH_OFF": os.environ.get("PIECEGRAPH_OFF", "").replace("verification", ""),
@@ -52,12 +52,8 @@ def starts(folder: Path, *runs: tuple[str, str]) -> list[dict[str, Outcome]]:
         "PYTHONHASHSEED": str(len(runs[0][1])),
     }
     arguments = [word for bundle, variant in runs for word in (bundle, str(folder / variant))]
-    run = subprocess.run(
-        [*program, str(folder / "cache"), *arguments],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line) for line in run.stdout.splitlines()]
+    out = output_of(*program, folder / "cache", *arguments, cwd=REPOSITORY, env=environment)
+    return [json.loads(line) for line in out.splitlines()]
 
 
 def outcomes(names: Collection[str] = CASES.keys()) -> list[str]:

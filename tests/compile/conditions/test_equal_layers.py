@@ -15,7 +15,6 @@ from . import named_layers
 from .differing_layers import (
     CHANGES,
     COUNT,
-    FACTORS,
     KNOWN,
     MODELS,
     Layer,
@@ -31,8 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.compile]
 @pytest.fixture(autouse=True)
 def _text(monkeypatch):
     use_text_compiler(monkeypatch)
-    for table in (FACTORS, KNOWN):
-        table.clear()
+    KNOWN.clear()
     vars(Layer.options).pop("known", None)
 
 

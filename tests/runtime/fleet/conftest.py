@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import output_of
 
 PROGRAM = Path(__file__).with_name("start_once.py")
 SIZES_OF_MODELS = (4, 12)
@@ -22,14 +23,8 @@ def command_of(cache, each):
 
 def starts(cache, each, environ=None, before=()):
     """The outcomes of several starts in one fresh process, whose command follows `before`."""
-    done = subprocess.run(
-        [*before, *command_of(cache, each)],
-        env={**os.environ, **(environ or {})},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    out = output_of(*before, *command_of(cache, each), env={**os.environ, **(environ or {})})
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="session")

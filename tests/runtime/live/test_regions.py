@@ -1,7 +1,6 @@
 """Regions that a model which is not traced compiles itself with `torch.compile`."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from piecegraph import (
 )
 from piecegraph.errors import WorkAfterSeal
 from piecegraph.torch_compat.basics.tensors import LightDispatchMode
+from tests.processes import output_of
 
 from ..conftest import strict_backend
 
@@ -173,9 +173,7 @@ def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path):
     def start():
         root = Path(__file__).parents[3]
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(output_of(*command, cwd=root).splitlines()[-1])
 
     (modes, cold, generated, operations), (again, warm, loaded, _) = start(), start()
     assert operations == 6  # add, norm, matmul, act, two of `nested`: a region's code is one

@@ -7,13 +7,12 @@ import asyncio
 import errno
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.compile.ir import registered_compilers as registry
+from tests.processes import PYTHON, output_of
 
 from .conftest import LENGTHS, Model, Texts
 
@@ -76,9 +75,7 @@ def test_another_thread_is_importing_inductor_meanwhile(tmp_path):
     """The first step is served meanwhile, and the thread that traces waits for it."""
     (tmp_path / "slow_import.py").write_text("import time; time.sleep(3)\n")
     program = IMPORTS.format(path=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["importing", "served", "compiled"]
+    assert output_of(PYTHON, "-c", program).split() == ["importing", "served", "compiled"]
 
 
 IMPORTS = """
