@@ -16,7 +16,7 @@ from ..cache.files import check_private
 from ..cache.layers import find
 from ..cache.manifest import is_intact
 from ..cache.names import blob_names, entry_names, is_digest, is_name
-from ..cache.signing import Trust, trust_all
+from ..cache.signing import trust_all
 from ..errors import UntrustedDirectory
 
 
@@ -38,13 +38,9 @@ class Defect:
     reason: str
 
 
-def verify(root: Path, trust: Trust | None = None) -> list[Defect]:
-    """The faults of all entries and blobs under `root`; changes nothing.
-
-    Without `trust` the directory must be private, with it every entry must satisfy it.
-    """
-    defects = [] if trust is not None else list(_check_openness(root))
-    layer = DirectoryLayer(root, trust or trust_all)
+def verify(root: Path) -> list[Defect]:
+    """The faults of all entries and blobs under `root`, which must be private; changes nothing."""
+    defects, layer = list(_check_openness(root)), DirectoryLayer(root, trust_all)
     try:
         for name in entry_names(root):
             defects += _check_entry(layer, name)

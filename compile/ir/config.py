@@ -209,9 +209,6 @@ class GraphPass:
     apply: Callable[[Graph], int | None]
     max_num_tokens: int | None = None
     """Enabled only for ranges that end here or below; None for all ranges."""
-    from_level: int | None = 1
-    """Enabled by default from this optimization level on; None for a pass that must be enabled by
-    name."""
     before_grad: bool = False
     """Whether it runs on the graph as traced, before decomposition, not on the post-grad one."""
     uuid: str | None = None

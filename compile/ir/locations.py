@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +23,7 @@ _PARTS = ("compile", "runtime", "torch_compat", "tools/bisect")
 _OURS = tuple(f"{_ROOT / part}{os.sep}" for part in _PARTS)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _PLACE = re.compile(r"# File: (?:[^:\n]*/)?([^/:\n]+:\d+)")
+_STATED = re.compile(r"# (?:File: )?(\S+:\d+) in ")
 
 
 def node_location(node: Node) -> str | None:
@@ -68,15 +69,19 @@ def graph_source(graph: GraphModule) -> str:
     return _PLACE.sub(r"# \1", graph.print_readable(print_output=False))
 
 
-def op_line(text: str, op: re.Pattern[str]) -> str | None:
-    """The user's line of the first match of `op` in a piece's annotated source."""
+def lines_of(text: str) -> Iterator[tuple[str, str | None]]:
+    """Each line of a piece's annotated source, and the user's line that it belongs to."""
     place = None
     for line in text.splitlines():
-        if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
+        if match := _STATED.search(line):
             place = match[1]
-        elif place and op.search(line):
-            return place
-    return None
+        yield line, place
+
+
+def op_line(text: str, op: re.Pattern[str]) -> str | None:
+    """The user's line of the first match of `op` in a piece's annotated source."""
+    code = ((line, place) for line, place in lines_of(text) if not _STATED.search(line))
+    return next((place for line, place in code if place and op.search(line)), None)
 
 
 def user_line() -> str | None:

@@ -44,12 +44,9 @@ def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ..
     A user's pass under the name of a shipped one takes its place. Raises InvalidSetting for a name
     without a pass, and for a pass that cannot be called.
     """
-    by_level = {
-        each.name: each.from_level is not None and level >= each.from_level for each in SHIPPED
-    }
     shipped = {each.name: each for each in SHIPPED}
     passes = []
-    for name, value in {**by_level, **chosen}.items():
+    for name, value in {**dict.fromkeys(shipped, level >= 1), **chosen}.items():
         if name == DEDUPE and not isinstance(value, bool):
             raise _invalid(name, value, "it is a switch", "True or False")
         if not isinstance(value, bool):

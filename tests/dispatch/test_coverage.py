@@ -96,5 +96,10 @@ def test_one_hole_within_the_budget_is_closed_by_one_bucket():
     assert close_holes(Phase.DECODE, limits, ()) == (Bucket(3, 1, 9),)
 
 
+def test_the_proof_asks_for_no_more_requests_than_tokens():
+    limits = BucketLimits(4, 4, 10, max_num_reqs=6)
+    assert close_holes(Phase.DECODE, limits, ()) == (Bucket(4, 1, 12),)
+
+
 def test_decode_of_the_worked_example_has_no_hole():
     assert not find_holes(Phase.DECODE, EXP_4096, plan_buckets(Phase.DECODE, EXP_4096))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -399,14 +398,13 @@ def _say(json_path: Path | None, facts: Any, text: str) -> None:
     say(to_json, facts, text)
 
 
-def _bytes(text: str) -> float:
+def _bytes(text: str) -> int:
     """Bytes of `2GiB`, `500MB` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)B?|B)?", text.strip())
-    if match is None:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError as error:
         raise InvalidSetting(
             name="--size", value=text, reason="it is no size", expected="a size such as 2GiB"
-        )
-    number, unit, binary = match.groups()
-    power = " kmgt".index(unit.casefold()) if unit else 0
-    scale: int = (1024 if binary else 1000) ** power
-    return float(number) * scale
+        ) from error

@@ -4,22 +4,20 @@ mix. Compiled code is not seen op by op, the source of its piece is."""
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....compile.guards.tolerance import differences, precision
-from ....compile.ir.locations import user_line
+from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....torch_compat.basics.ops import is_mutable
 from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
 
 _SOURCE = "<source of a piece>"
-_PLACE = re.compile(r"# (?:File: )?(\S+:\d+) in ")
 
 
 class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +31,7 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The line of the first op that writes to an argument of the piece."""
         self._source = source
         self._given = set[int]()
-        self._places = list(_places(source))
+        self._places = [place for _, place in lines_of(source)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -110,11 +108,3 @@ def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tenso
         if bool((apart <= limit(eps) / 2 * size).all()):  # not if one is NaN
             return torch.zeros(len(one), dtype=torch.bool, device="cpu")
     return differences(one, other) * eps > limit(eps)
-
-
-def _places(source: str) -> Iterator[str | None]:
-    place = None
-    for line in source.splitlines():
-        if found := _PLACE.search(line):
-            place = found[1]
-        yield place
