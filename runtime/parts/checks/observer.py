@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from enum import Enum
 from functools import partial
@@ -25,6 +26,7 @@ from numbers import Number
 from threading import Lock, get_ident
 from types import (
     BuiltinMethodType,
+    CellType,
     FunctionType,
     MappingProxyType,
     MethodType,
@@ -45,13 +47,14 @@ LEAVES = (
 
 _METHODS = (MethodType, BuiltinMethodType)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
-_ARRAY_FORM = ("dtype", "shape", "typecode", "format")
+_ARRAY_FORM = ("dtype", "shape", "strides", "typecode", "format")
 """Attributes of arrays of numpy and of the standard library."""
 _HASHES = (FunctionType, type(None))
 """A class with one of these compares its objects in Python, or not by their content."""
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _OF_TORCH = nn.Module.__setattr__.__code__.co_filename
 """Its code reads all of a module where one attribute is read or set."""
+_OF_FUNCTION = ("__dict__", "__defaults__", "__kwdefaults__")
 _READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
 """Attributes through which `vars` and `copy` read all others."""
 
@@ -199,8 +202,8 @@ class Observer:
             noting.value(path, value)
             if isinstance(value, type):
                 self._of_class(value)
-            elif not isinstance(value, Enum) and getattr(value, "__dict__", None):
-                self._attributes(path, value)
+            elif kind not in LEAVES and not isinstance(value, Enum):
+                self._keep(path, value)  # a class of one's own may have attributes
         elif isinstance(value, Tensor):
             self._tensor(path, value)
         elif known is not None and not isinstance(value, tuple):  # equal ones may be one
@@ -246,7 +249,11 @@ class Observer:
             noting.form(path, value)
             for name in filter(partial(hasattr, kind), _ARRAY_FORM):
                 noting.value(f"{path}.{name}", getattr(value, name))
-            noting.value(f"{path}.tobytes()", value.tobytes())
+            if getattr(getattr(value, "dtype", None), "hasobject", False):
+                self._whole(f"{path}.tolist()", value.tolist())
+            else:
+                noting.value(f"{path}.tobytes()", value.tobytes())
+            self._state(path, value)
             return
         observed = self._keep(path, value)
         if hasattr(kind, "__next__") and not observed:
@@ -257,7 +264,7 @@ class Observer:
             noting.form(path, value)
         elif _has_content(kind):
             noting.value(path, value)  # a date, a Decimal, a method: `==` of C code
-        elif observed:
+        elif observed or self._state(path, value):
             noting.form(path, value)
         else:
             noting.identity(path, value)
@@ -265,6 +272,19 @@ class Observer:
             self._statics(value)
         for expression, part in _parts(value):
             self._whole(f"{path}{expression}", part)
+
+    def _state(self, path: str, value: Any) -> bool:
+        """Note what pickle would keep of an object of C code, and its attributes; whether it is all
+        of it."""
+        if getattr(value, "__dict__", None) and not isinstance(value, ModuleType):
+            self._attributes(path, value)
+        try:
+            reduced = value.__reduce_ex__(2)
+        except Exception:
+            return False
+        if is_whole := isinstance(reduced, tuple) and not isinstance(value, FunctionType):
+            self._whole(f"{path}.__reduce_ex__(2)[1:3]", reduced[1:3])
+        return is_whole
 
     def _attributes(self, path: str, obj: Any) -> None:
         """Note all attributes of an object, whose `__dict__` the reader is given."""
@@ -332,10 +352,11 @@ class Observer:
     def _statics(self, holder: Any) -> None:
         """Note the plain attributes of a class or a Python module."""
         rarely, self._noting.rarely = self._noting.rarely, True
-        stated = _names(holder, "graph_constants")
+        stated = (*_names(holder, "graph_constants"), "graph_constants", "graph_bounds")
         for name, value in vars(holder).items():
-            plain = isinstance(value, LEAVES) and not isinstance(value, type)
-            if plain and name.isidentifier() and not name.startswith("__") and name not in stated:
+            if not name.isidentifier() or name.startswith("__") or name in stated:
+                continue
+            if _is_plain(value):
                 self._noting.value(f"{self._noting.key(holder)}.{name}", value)
         self._noting.rarely = rarely
 
@@ -343,18 +364,27 @@ class Observer:
         """Note all items; returns the container, or one with what stands in for its items."""
         kind = type(value)
         items = self._items(path, value)
+        if isinstance(value, deque | defaultdict):
+            self._whole(f"{path}.__reduce_ex__(2)[1]", value.__reduce_ex__(2)[1])
         held = [self._hand_out(*each) for each in items]
         same = all(one is item for one, (_, item) in zip(held, items, strict=True))
         if same or isinstance(value, Set):
             return value
+        made: Any
         if isinstance(value, Mapping):
             filled = dict(zip(value, held, strict=True))
             made = MappingProxyType(filled) if kind is MappingProxyType else copy(value)
             if isinstance(made, dict):
                 made.update(filled)
+        elif isinstance(value, tuple):
+            made = tuple.__new__(kind, held)
+            getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
         else:
-            made = kind._make(held) if hasattr(kind, "_make") else kind(held)
+            made = copy(value)  # of a list or deque, with all else that it holds
+            made.clear()
+            made.extend(held)
         self._stand_ins[id(value)] = made
+        self._know(path, made)
         return made
 
 
@@ -371,19 +401,28 @@ def _has_content(kind: type) -> bool:
     return compared or issubclass(kind, _CONTAINERS)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether it is a value, or a container of such."""
+    if type(value) in (dict, list, tuple, set, frozenset):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, LEAVES) and not isinstance(value, type)
+
+
 def _parts(value: Any) -> list[tuple[str, Any]]:
     """What code that is given an object of C code gets from it, each with its expression."""
     if isinstance(value, partial):
         return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     if isinstance(value, ref):
         return [("()", value())]
+    if isinstance(value, ContextVar):
+        return [(".get(None)", value.get(None))]
     if isinstance(value, _METHODS):
         return [(".__self__", value.__self__)]
     if not isinstance(value, FunctionType):
         return []
-    cells = enumerate(value.__closure__ or ())
+    cells = [(at, each) for at, each in enumerate(value.__closure__ or ()) if each != CellType()]
     held = [(f".__closure__[{at}].cell_contents", cell.cell_contents) for at, cell in cells]
-    return [(".__dict__", vars(value)), (".__defaults__", value.__defaults__), *held]
+    return [(f".{name}", getattr(value, name)) for name in _OF_FUNCTION] + held
 
 
 _LOCK = Lock()

@@ -6,6 +6,7 @@ flags. The oracle is the model itself.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,3 +195,17 @@ def test_what_the_graph_does_not_read_is_compared_too():
         prepared(x, batch=Batch(ROWS, ROWS))
     with pytest.raises(ArgumentFixed, match="'act' is"):
         prepared(x, mask, torch.tanh, batch=Batch(ROWS, ROWS))
+
+
+class Signed(nn.Module):
+    def forward(self, x, bias=0.0):
+        return x * math.copysign(1.0, bias)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_the_sign_of_zero_is_part_of_an_argument(traced):
+    prepared = prepare(Signed(), small_config(4, compile=traced, graph_mode="NONE"))
+    x = torch.ones(2, 4)
+    assert prepared(x, 0.0, batch=Batch(2, 2)).unique().tolist() == [1.0]
+    with pytest.raises(ArgumentFixed, match=r"-0\.0"):
+        prepared(x, -0.0, batch=Batch(2, 2))

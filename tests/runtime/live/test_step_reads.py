@@ -6,16 +6,19 @@ import copy
 import ctypes
 import math
 import re
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import lru_cache, partial
 from itertools import count
+from operator import itemgetter
 from random import Random
+from threading import local
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -770,6 +773,117 @@ def test_what_is_derived_once_from_metadata_is_in_the_graph_wherever_it_is_kept(
     for value in (1.0, 2.0):
         table.fill_(value)
         assert step(prepared, metadata()).unique().tolist() == [value * 2.0 + 1.0]
+
+
+class Slotful(float):
+    __slots__ = ("extra",)
+
+
+class OfNumpy(np.ndarray[Any, Any]):
+    scale: int
+
+
+class WithDefault(dict[str, Any]):
+    """A dict of dicts with an attribute, which is given out as a copy."""
+
+
+class Listed(list[Any]):
+    def __init__(self, items, scale):
+        super().__init__(items)
+        self.scale = scale
+
+
+class Coupled(tuple[Any, ...]):
+    scale: int
+
+    def __new__(cls, items, scale):
+        made = super().__new__(cls, items)
+        made.scale = scale
+        return made
+
+
+def with_attributes(value, **attributes):
+    for name, each in attributes.items():
+        setattr(value, name, each)
+    return value
+
+
+def keyword_default(values):
+    return with_attributes(lambda *, k=None: k[0], __kwdefaults__={"k": values})
+
+
+def slotful(extra):
+    return with_attributes(Slotful(1.0), extra=extra)
+
+
+def dict_of_dicts(scale):
+    return with_attributes(WithDefault(part={"k": 1}), scale=scale)
+
+
+def array_of(scale):
+    return with_attributes(np.zeros(2).view(OfNumpy), scale=scale)
+
+
+HELD: dict[str, tuple[Callable[[Any], object], Callable[[int], Any]]] = {
+    "the length of a deque": (lambda m: m.maxlen, lambda n: deque([1], maxlen=n)),
+    "the default of a dict": (lambda m: m["k"], lambda n: defaultdict([int, list][n - 1])),
+    "a dict of dicts": (lambda m: (m["part"]["k"], m.scale), dict_of_dicts),
+    "a list of dicts": (lambda m: (m[0]["k"], m.scale), lambda n: Listed([{"k": 1}], n)),
+    "a tuple of dicts": (lambda m: (m[0]["k"], m.scale), lambda n: Coupled([{"k": 1}], n)),
+    "in a slot of a number": (lambda m: m.n.extra, lambda n: SPACE(n=slotful(n))),
+    "an attribute of an array": (lambda m: m.a.scale, lambda n: SPACE(a=array_of(n))),
+    "an array of objects": (lambda m: m.a[0].k, lambda n: SPACE(a=np.array([SPACE(k=n)]))),
+    "the order of an array": (lambda m: m.a.strides, lambda n: SPACE(
+        a=np.zeros((2, 2), order=("C", "F")[n - 1]))),
+    "a getter": (lambda m: m.get("abc"), lambda n: SPACE(get=itemgetter(n))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_what_objects_of_C_code_hold_besides_their_items_is_noticed(held):
+    read, metadata = HELD[held]
+    seen: list[object] = []
+    reads = noted(lambda m: seen.append(read(m)), metadata(1))
+    assert seen == [read(metadata(1))]
+    reads.check(ForwardContext({}, metadata=metadata(1)))
+    with pytest.raises(StaleContext):
+        reads.check(ForwardContext({}, metadata=metadata(2)))
+
+
+LOCAL, VARIABLE, GENERATOR = local(), ContextVar[int]("VARIABLE"), torch.Generator()
+VALUES = [1]
+
+
+class Table:
+    rows: ClassVar = {"k": [1]}
+
+
+IN_PLACE: dict[str, tuple[Callable[[Any], object], Any, Callable[[int], object]]] = {
+    "of a thread": (lambda m: m.n, LOCAL, lambda n: setattr(LOCAL, "n", n)),
+    "of a context": (lambda m: m.get(), VARIABLE, VARIABLE.set),
+    "a default by keyword": (lambda m: m(), keyword_default(VALUES), lambda n: VALUES.append(n)),
+    "a seed": (lambda m: m.initial_seed(), GENERATOR, GENERATOR.manual_seed),
+    "a table of a class": (lambda m: m.rows["k"], Table, lambda n: Table.rows["k"].append(n)),
+}
+
+
+@pytest.mark.parametrize("held", IN_PLACE)
+def test_what_changes_inside_of_what_is_held_is_noticed(held):
+    read, value, change = IN_PLACE[held]
+    change(1)
+    reads = noted(lambda m: read(m.held), SPACE(held=value))
+    reads.check(ForwardContext({}, metadata=SPACE(held=value)))
+    change(2)
+    with pytest.raises(StaleContext):
+        reads.check(ForwardContext({}, metadata=SPACE(held=value)))
+
+
+def test_a_function_may_have_an_empty_cell():
+    if VALUES == []:
+        later = 1
+    function = lambda: later  # noqa: E731
+    reads = noted(lambda m: m.held, SPACE(held=function))
+    reads.check(ForwardContext({}, metadata=SPACE(held=function)))
 
 
 class Bounded(SimpleNamespace):
