@@ -41,43 +41,9 @@ def index_of(it, mode, num_tokens):
     return [(e.mode, e.descriptor.num_tokens) for e in entries].index((mode, num_tokens))
 
 
-def count(plan, mode):
-    return sum(entry.mode is mode for entry in plan.entries)
-
-
 RELAXED_8 = BatchDescriptor(8)
 MIXED_8 = BatchDescriptor(8, 8)
 DECODE_8 = BatchDescriptor(8, 8, uniform_query_len=1)
-PIECEWISE_8 = (PIECEWISE, RELAXED_8)
-
-
-@pytest.mark.parametrize(
-    ("mode", "keys", "mixed", "decode", "without_full"),
-    [
-        ("FULL", (0, 2), (FULL, MIXED_8), (FULL, MIXED_8), (NONE, RELAXED_8)),
-        ("FULL_DECODE_ONLY", (0, 2), (NONE, RELAXED_8), (FULL, DECODE_8), (NONE, RELAXED_8)),
-        ("FULL_AND_PIECEWISE", (2, 2), PIECEWISE_8, (FULL, DECODE_8), PIECEWISE_8),
-        ("PIECEWISE", (2, 0), PIECEWISE_8, PIECEWISE_8, PIECEWISE_8),
-    ],
-)
-def test_vectors_of_five_modes(mode, keys, mixed, decode, without_full):
-    it = dispatcher(mode, [1, 8])
-    assert (count(it.plan, PIECEWISE), count(it.plan, FULL)) == keys
-
-    def answer(batch, **modes):
-        decision = it.dispatch(batch, **modes)
-        return decision.mode, decision.descriptor
-
-    assert answer(Batch(8, 8)) == mixed
-    assert answer(Batch(8, 8, True, 1)) == decode
-    assert answer(Batch(15, 8)) == (NONE, BatchDescriptor(15))
-    assert answer(Batch(8, 8), excluded_modes={FULL}) == without_full
-
-
-def test_vector_of_mode_none():
-    it = dispatcher("NONE", [1, 8])
-    assert not it.plan.entries
-    assert it.dispatch(Batch(8, 8)).mode is NONE
 
 
 def test_vectors_of_lora_counts():
@@ -88,42 +54,6 @@ def test_vectors_of_lora_counts():
     assert len(it.plan.entries) == 10
     taken = {active: it.dispatch(Batch(8, 8, num_loras=active)).descriptor for active in (0, 3, 5)}
     assert {active: key.lora_case for active, key in taken.items()} == {0: 0, 3: 4, 5: 5}
-
-
-def test_vectors_of_speculative_decoding():
-    it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24], query_lens=[3])
-    sizes = {
-        mode: [e.descriptor.num_tokens for e in it.plan.entries if e.mode is mode]
-        for mode in RuntimeMode
-    }
-    assert sizes == {NONE: [], PIECEWISE: [24, 16, 8, 4, 2, 1], FULL: [24, 18, 9, 6, 3]}
-    for reqs, tokens, query_len, mode, padded, padded_reqs in (
-        (4, 12, 3, FULL, 18, 6),
-        (3, 9, 3, FULL, 9, 3),
-        (5, 15, 3, FULL, 18, 6),
-        (7, 21, 3, FULL, 24, 8),
-        (2, 12, None, PIECEWISE, 16, None),
-        (1, 3, None, PIECEWISE, 4, None),
-        (9, 27, 3, NONE, 27, None),
-    ):
-        decision = it.dispatch(Batch(tokens, reqs, query_len is not None, query_len))
-        key = decision.descriptor
-        assert (decision.mode, key.num_tokens, key.num_reqs) == (mode, padded, padded_reqs)
-
-
-def test_vectors_of_the_default_sizes():
-    it = dispatcher("FULL_AND_PIECEWISE", default_capture_sizes(256, 8192), 256)
-    assert (count(it.plan, FULL), count(it.plan, PIECEWISE)) == (35, 51)
-    for reqs, tokens, query_len, mode, padded in (
-        (3, 3, 1, FULL, 4),
-        (250, 250, 1, FULL, 256),
-        (256, 257, None, PIECEWISE, 272),
-        (1, 512, None, PIECEWISE, 512),
-        (1, 513, None, NONE, 513),
-        (1, 1, None, PIECEWISE, 1),
-    ):
-        decision = it.dispatch(Batch(tokens, reqs, query_len is not None, query_len))
-        assert (decision.mode, decision.descriptor.num_tokens) == (mode, padded)
 
 
 def test_failure_3_a_full_graph_is_taken_where_a_piecewise_one_is_smaller():
@@ -253,12 +183,6 @@ def test_reasons_for_no_better_mode():
     assert it.dispatch(decode).missed is Reason.NOT_CAPTURED
 
 
-def test_cascade_attention_is_never_full():
-    it = dispatcher("FULL", [8])
-    decision = it.dispatch(Batch(8, 8, cascade=True))
-    assert (decision.mode, decision.reason) == (NONE, Reason.CASCADE)
-
-
 def test_none_excluded_and_nothing_fits_is_an_error():
     it = dispatcher("FULL", [8])
     with pytest.raises(NoModeLeft, match="above largest size"):
@@ -273,18 +197,6 @@ def test_more_requests_than_a_graph_has_room_for():
         assert it.dispatch(Batch(4, 2, decode, 2)).descriptor == BatchDescriptor(4, 2)
         assert it.dispatch(Batch(4, 4, decode, 1)).descriptor == BatchDescriptor(16, 8)
         assert it.dispatch(Batch(9, 9, decode, 1)).reason is Reason.TOO_MANY_REQS
-
-
-def test_the_limit_on_padding_sends_a_batch_to_a_lower_mode():
-    options = {"query_lens": [8], "max_num_reqs": 8}
-    batch = Batch(32, 4, True, 8)
-    free = dispatcher("FULL_AND_PIECEWISE", [8, 33, 64], **options)
-    assert free.dispatch(batch).descriptor.num_tokens == 40
-    for limit in (PaddingLimit(tokens=7), PaddingLimit(factor=1.2)):
-        it = dispatcher("FULL_AND_PIECEWISE", [8, 33, 64], padding=limit, **options)
-        decision = it.dispatch(batch)
-        assert (decision.mode, decision.descriptor.num_tokens) == (PIECEWISE, 33)
-        assert decision.missed is Reason.PADDING_LIMIT
 
 
 @pytest.mark.parametrize("limit", [{"factor": 0.9}, {"tokens": -1}])
@@ -307,16 +219,6 @@ def test_sizes_above_the_end_of_mixed_batches_serve_decode_only():
     it = Dispatcher(plan, captured=range(len(plan.entries)))
     assert it.dispatch(Batch(520, 3)).mode is NONE
     assert it.dispatch(Batch(1000, 1000, is_decode=True, query_len=1)).mode is FULL
-
-
-def test_decode_of_unequal_lengths_by_an_upper_bound():
-    it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 24], query_lens=[3], varlen_decode=True)
-    decision = it.dispatch(Batch(7, 3, True, None, max_query_len=3))
-    assert decision.descriptor == BatchDescriptor(8, 8, None, 3)
-    assert it.dispatch(Batch(8, 4, True, 2)).mode is FULL
-    assert it.dispatch(Batch(7, 3, True, None, max_query_len=4)).mode is PIECEWISE
-    assert it.dispatch(Batch(7, 3, True)).mode is PIECEWISE
-    assert it.dispatch(Batch(7, 3, False, None, max_query_len=3)).mode is PIECEWISE
 
 
 def test_failure_5_what_reaches_a_launch_can_be_an_axis_of_the_key():
@@ -459,14 +361,6 @@ def test_digests_agree_just_where_decisions_do():
         make_plan(GraphMode.FULL, [4, 8], max_num_reqs=7).digest,
     ]
     assert len({digest(), *others}) == len(others) + 1
-
-
-def test_two_dispatchers_of_one_plan_do_not_know_of_each_other():
-    plan = make_plan(GraphMode.PIECEWISE, [8], max_num_reqs=8)
-    first, second = Dispatcher(plan), Dispatcher(plan)
-    first.set_captured(0, True)
-    assert first.dispatch(Batch(8, 8)).mode is PIECEWISE
-    assert second.dispatch(Batch(8, 8)).mode is NONE
 
 
 def test_a_repeated_batch_is_answered_without_classifying_it(monkeypatch):
