@@ -17,6 +17,7 @@ from .capture.capture_all import Progress
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .capture.warmup import AuxiliaryTask, WarmupItem, capture_items, range_items, run_warmup
+from .core.arguments import checked
 from .core.report import build_report
 from .core.steps import CORE_CHECKS, GRAPH_CHECKS
 from .core_model import CoreModel
@@ -106,6 +107,7 @@ class PreparedModel:
             self.parts.failed(error)
             raise
 
+    @checked
     def checks(self, decision: Decision | None = None) -> list[dict[str, str]]:
         """What each step of a decision must satisfy, in order: name, owning part, and how often.
 
@@ -139,6 +141,7 @@ class PreparedModel:
         """
         return self._core.steps.copied()
 
+    @checked
     def reads_in_place(self, decision: Decision) -> frozenset[str]:
         """Names of the inputs that a step of this decision reads in place, or writes to.
 
@@ -147,6 +150,7 @@ class PreparedModel:
         """
         return self._core.steps.reads_in_place(decision)
 
+    @checked
     def capture(
         self,
         metadata_for: MetadataFor | None = None,
@@ -175,6 +179,7 @@ class PreparedModel:
         finally:
             self.parts.log.profile_captures(None)
 
+    @checked
     def warm_up(
         self,
         metadata_for: MetadataFor | None = None,

@@ -253,7 +253,7 @@ class Observer:
                 self._whole(f"{path}.tolist()", value.tolist())
             else:
                 noting.value(f"{path}.tobytes()", value.tobytes())
-            self._state(path, value)
+            self._own_attributes(path, value)
             return
         observed = self._keep(path, value)
         if hasattr(kind, "__next__") and not observed:
@@ -276,8 +276,7 @@ class Observer:
     def _state(self, path: str, value: Any) -> bool:
         """Note what pickle would keep of an object of C code, and its attributes; whether it is all
         of it."""
-        if getattr(value, "__dict__", None) and not isinstance(value, ModuleType):
-            self._attributes(path, value)
+        self._own_attributes(path, value)
         try:
             reduced = value.__reduce_ex__(2)
         except Exception:
@@ -285,6 +284,10 @@ class Observer:
         if is_whole := isinstance(reduced, tuple) and not isinstance(value, FunctionType):
             self._whole(f"{path}.__reduce_ex__(2)[1:3]", reduced[1:3])
         return is_whole
+
+    def _own_attributes(self, path: str, value: Any) -> None:
+        if getattr(value, "__dict__", None) and not isinstance(value, ModuleType):
+            self._attributes(path, value)
 
     def _attributes(self, path: str, obj: Any) -> None:
         """Note all attributes of an object, whose `__dict__` the reader is given."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ....dispatch import Batch, Decision, PlanEntry, RuntimeMode
 from ....errors import InvalidArgument
 from ...capture.installed_graph import InstalledGraph
+from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Part, Run
@@ -75,6 +76,7 @@ class LogPart(Part):
         """Stop telling `observer`. Idempotent."""
         self._use(tuple(each for each in self._observers if each is not observer))
 
+    @checked
     def keep(self, count: int) -> None:
         """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
         if self.step_log is not None:
@@ -87,6 +89,7 @@ class LogPart(Part):
         """The last steps, oldest first: how each ran, why, and how long. Needs `keep`."""
         return list(self.step_log.steps) if self.step_log is not None else []
 
+    @checked
     def profiler_ranges(self, on: bool = True) -> None:
         """Put steps, graphs, pieces and splitting ops into ranges that profilers show."""
         self._core.must_be_open()

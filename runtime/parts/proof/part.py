@@ -31,6 +31,7 @@ from ....errors import ModelChanged, SetUpOnFirstUse
 from ...capture.dummy_batch import preserve_rng_state
 from ...capture.installed_graph import InstalledGraph
 from ...core.allowed_work import allow_compilation
+from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core.preserved import StateTooLarge
 from ...core.records import ShadowStopped, WrongStep
@@ -91,6 +92,7 @@ class ProofPart(Part):
         """Attributes that a step has changed."""
         self._proved_code: Any = None
 
+    @checked
     def prove_with(self, keep: Keep, rebuild: Keep) -> None:
         """How to run a step again if metadata is padded to a step's descriptor.
 
@@ -100,6 +102,7 @@ class ProofPart(Part):
         """
         self.runs.keep, self.runs.rebuild = keep, rebuild
 
+    @checked
     def prove_where(self, is_real: Callable[[], bool]) -> None:
         """Prove only steps for which `is_real()`, called before each one that is due, says so.
 

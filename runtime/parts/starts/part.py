@@ -33,6 +33,7 @@ from ....dispatch import Batch
 from ....errors import ModelClosed, PiecegraphError
 from ...capture.capture_all import Progress
 from ...core.allowed_work import allow_compilation
+from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core.records import BundleFailed, Records, Stale, Switched
 from ...core.report import verified
@@ -85,6 +86,7 @@ class StartsPart(Part):
         if self.beside is not None:
             self._start(self.beside)
 
+    @checked
     def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
         """With `bundle="serve"`: wait for compiled code, switch to it, and capture as at startup.
 
@@ -97,6 +99,7 @@ class StartsPart(Part):
             raise ModelClosed()
         return self._core.code.compiled.traced
 
+    @checked
     def wait_until_verified(self, timeout_s: float | None = None) -> bool | str:
         """Wait until the bundle of this start is compared with a new trace of the model.
 

@@ -19,6 +19,7 @@ from ....dispatch import Batch, Decision, RuntimeMode
 from ....errors import DummyStepFailed
 from ...capture.captures import Captures
 from ...capture.dummy_batch import MetadataFor
+from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Part
@@ -38,6 +39,7 @@ class StrategiesPart(Part):
         self._core = core
         self._ledger: MemoryLedger | None = None
 
+    @checked
     def idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
 
@@ -49,6 +51,7 @@ class StrategiesPart(Part):
         self._core.link()
         return captured
 
+    @checked
     def memory_plan(
         self, utilization: float = 0.9, metadata_for: MetadataFor | None = None
     ) -> MemoryPlan:

@@ -29,6 +29,13 @@ Call = Callable[[PreparedModel, torch.Tensor], Any]
         (lambda p, x: p(x, x, batch=Batch(3, 3)), "too many positional.*forward.x"),
         (lambda p, x: p(x, batch=Batch(3, 3), metadata=nn.Linear), "the class Linear.*an object"),
         (lambda p, x: p(batch=Batch(3, 3)), "missing a required argument: 'x'"),
+        (lambda p, x: p.capture(3), "capture was called with metadata_for = 3"),
+        (lambda p, x: p.warm_up(tasks=[len]), "tasks = .*Sequence.AuxiliaryTask"),
+        (lambda p, x: p.checks("FULL"), "decision = 'FULL'. Pass Decision"),
+        (lambda p, x: p.reads_in_place(None), "decision = None"),
+        (lambda p, x: p.keep_steps("2"), "count = '2'. Pass int"),
+        (lambda p, x: p.capture_idle("1"), "budget_ms = '1'. Pass float"),
+        (lambda p, x: p.memory_plan(0.5, x), "metadata_for = tensor"),
     ],
 )
 def test_what_is_passed_is_checked_when_it_is_passed(serve, call, words):
