@@ -85,9 +85,11 @@ class BucketMemory:
 class BucketLimits:
     """The engine's limits. Lengths and `block_size` (of a KV-cache block) are in tokens.
 
-    `total_blocks` is the size of the KV cache, None if unknown: decode never uses more than three
-    times the cache (shared blocks count for each request). `contiguous`: attention reads all blocks
-    up to the highest in use.
+    `total_blocks` is the size of the KV cache, None if unknown. `contiguous`: attention reads all
+    blocks up to the highest in use. `clamped`: decode never uses more than three times the cache
+    (shared blocks count for each request). `merged_prefill`: prompts are concatenated into one
+    row. `slice_size` and `slice_from`: queries of sliding-window models are cut into slices.
+    `chunk_size`: queries of state-space models are multiples of it.
     """
 
     block_size: int
@@ -97,6 +99,11 @@ class BucketLimits:
     max_prefill_reqs: int = 1
     total_blocks: int | None = None
     contiguous: bool = False
+    clamped: bool = True
+    merged_prefill: bool = False
+    slice_size: int | None = None
+    slice_from: int = 8192
+    chunk_size: int | None = None
 
     def blocks(self, tokens: int) -> int:
         """The number of blocks that hold `tokens`."""
@@ -111,11 +118,14 @@ class BucketLimits:
         """The most blocks of context for a batch of `batch` requests of length `query`."""
         total = self.total_blocks
         if phase is Phase.PROMPT:
-            return self.blocks(self.max_model_len - query)
+            if not self.merged_prefill:
+                return self.blocks(self.max_model_len - query)
+            rest = self.max_model_len - query // self.max_prefill_reqs
+            return self.max_prefill_reqs * (rest // self.block_size)
         if self.contiguous:
             return total or self.max_num_reqs * self.request_blocks
         most = batch * self.request_blocks
-        return min(most, 3 * total) if total else most
+        return min(most, 3 * total) if total and self.clamped else most
 
     def keeps(self, bucket: Bucket) -> bool:
         """Whether some legal batch may need the bucket."""
@@ -124,6 +134,11 @@ class BucketLimits:
         if bucket.phase is Phase.DECODE:
             fits = bucket.batch <= self.max_num_tokens
             return fits and (self.contiguous or bucket.batch <= bucket.context)
+        if self.merged_prefill:
+            return bucket.context <= self.most_context(Phase.PROMPT, bucket.batch, bucket.query)
+        if self.slice_size is not None:
+            sliced = bucket.query < self.slice_from or bucket.query % self.slice_size == 0
+            return bucket.context != 0 or sliced
         return (
             bucket.context <= self.most_context(Phase.PROMPT, bucket.batch, 1)
             and bucket.query <= self.max_model_len

@@ -30,7 +30,7 @@ def close_holes(
 ) -> tuple[Bucket, ...]:
     """`buckets` plus those that close every hole, ascending.
 
-    The added ones are within the token budget.
+    The added ones are within the token budget, except that queries are rounded to the chunk size.
     """
     closed = set(buckets)
     for first, last in _open_cells(phase, limits, set(closed)):
@@ -109,9 +109,9 @@ def _tops(phase: Phase, limits: BucketLimits, first: Bucket, last: Bucket) -> It
         yield Bucket(batch, 1, min(last.context, limits.most_context(phase, batch, 1)))
         return
     context = min(last.context, limits.most_context(phase, 1, first.query))
-    shorter = 0
+    chunk, shorter = limits.chunk_size or 1, 0
     for batch in range(last.batch, first.batch - 1, -1):
         query = min(last.query, limits.max_num_tokens // batch)
         if query >= first.query and query > shorter:
-            yield Bucket(batch, query, context)
+            yield Bucket(batch, -(-query // chunk) * chunk, context)
             shorter = query

@@ -62,7 +62,7 @@ class BucketTable:
             most, most_query = (planned if shape.context <= planned else most), 1
         rounded = Bucket(
             min(rounded_up(shape.batch, 2), limits.max_num_reqs),
-            min(rounded_up(shape.query, 32), most_query),
+            min(rounded_up(shape.query, max(32, limits.chunk_size or 0)), most_query),
             min(rounded_up(shape.context, 32), most),
         )
         if not rounded.holds(shape):

@@ -168,17 +168,22 @@ def _prompt(
     block, tokens, reqs = limits.block_size, limits.max_num_tokens, limits.max_prefill_reqs
     exponential = strategy is BucketStrategy.EXPONENTIAL
     aware = strategy is BucketStrategy.PADDING_AWARE
-    query = _range(own["query"], min(block, tokens), block, tokens, lambda high: _log2(high) or 1)
+    merged = limits.merged_prefill
+    low, step = min(block, tokens), 4 * block if merged else block
+    query = _range(own["query"], low, step, tokens, lambda high: _log2(high) or 1)
     long = exponential and limits.max_model_len >= LONG_CONTEXT
     rest = limits.max_model_len - (tokens if long else query.min)
     most = max(1 if exponential else 0, limits.blocks(rest) if aware else rest // block)
+    step = 2 if aware else 1
+    if merged:  # one row holds the prompts and contexts of several requests
+        step, most = 4, most * reqs
     return {
-        "batch": _range(own["batch"], 1, 2 if exponential else 1, reqs),
+        "batch": _range(own["batch"], 1, 2 if exponential else 1, 1 if merged else reqs),
         "query": query,
         "context": _range(
             own["context"],
             0,
-            2 if aware else 1,
+            step,
             most,
             lambda high: max(2, _log2(high) + 1),
             limits.blocks(tokens),
@@ -199,7 +204,7 @@ def _decode(
     exponential = strategy is BucketStrategy.EXPONENTIAL
     if total and limits.contiguous:
         most, cap = min(most, total) if exponential else total, total
-    elif total and exponential:
+    elif total and limits.clamped and exponential:
         most = min(most, 3 * total)
 
     def limit(high: int) -> int:
@@ -262,6 +267,15 @@ def plan_buckets(
         if limits.contiguous and limits.total_blocks and contexts[-1] < limits.total_blocks:
             contexts.append(limits.total_blocks)
         return filter_buckets(starmap(Bucket, product(batches, queries, contexts)), limits)
+    chunk = limits.chunk_size or 1
+    if limits.max_num_tokens % chunk:
+        raise InvalidSetting(
+            name="chunk_size",
+            value=chunk,
+            reason=f"max_num_tokens {limits.max_num_tokens} is no multiple of it",
+            expected="a divisor of max_num_tokens",
+        )
+    queries = [-(-query // chunk) * chunk for query in queries]
     most = parameters.get("prompt.context.max", limits.request_blocks)
 
     def context_of(query: int, context: int) -> int:

@@ -92,8 +92,14 @@ def test_the_worked_example():
 
 
 def test_published_lists():
-    """The decode contexts of a log, from a version that gave equal values the next free
-    multiples."""
+    """Two lists of a log. The first bounds the context by the query, as merged prompts do."""
+    limits = BucketLimits(128, 1024, 1024, max_num_reqs=4, merged_prefill=True)
+    own = {"query.step": 128, "query.limit": 11, "context.step": 1, "context.max": 7}
+    own = {f"prompt.{name}": value for name, value in {**own, "context.limit": 11}.items()}
+    expected = [(1, 128 * n, context) for n in range(1, 9) for context in range(9 - n)]
+    assert list(plan_buckets(PROMPT, limits, EXP, own)) == expected
+    assert len(expected) == 36
+    # its decode contexts are from a version that gave equal values the next free multiples
     text = "([1, 2, 4], 1, [*, 1408, 1792, 2432, 3328, 4352, 5888])"
     file = text.replace("*", ", ".join(map(str, range(128, 1025, 128))))
     long = BucketLimits(128, 2048, 1 << 20, max_num_reqs=4)
@@ -122,8 +128,18 @@ def test_filters_correctors_and_edges():
     buckets = plan_buckets(DECODE, contiguous, LIN)
     assert Bucket(64, 1, 1) in buckets
     assert Bucket(1, 1, 1000) in buckets
+    merged = replace(EXP_4096, merged_prefill=True)
+    assert merged.keeps(Bucket(1, 2048, 16 * 31))
+    assert not merged.keeps(Bucket(1, 2048, 16 * 31 + 1))
+    sliced = replace(EXP_4096, slice_size=1024)
+    kept = ((1, 8192, 0), (1, 8200, 0), (1, 8200, 1), (1, 8191, 0))
+    assert [sliced.keeps(Bucket(*shape)) for shape in kept] == [True, False, True, True]
     assert not EXP_4096.keeps(Bucket(65, 1, 100))
     assert not replace(EXP_4096, max_num_tokens=32).keeps(Bucket(64, 1, 100))
+    chunked = replace(EXP_4096, chunk_size=256)
+    assert all(b.query % 256 == 0 for b in plan_buckets(PROMPT, chunked, EXP))
+    with pytest.raises(InvalidSetting, match="chunk_size = 300"):
+        plan_buckets(PROMPT, replace(EXP_4096, chunk_size=300))
     with pytest.raises(NoBuckets, match=r"\(1, 8, 0\)"):
         plan_buckets(PROMPT, BucketLimits(8, 8, 4, max_num_reqs=1))
     own = {"prompt.query.min": 1, "prompt.query.max": 64}
@@ -167,9 +183,8 @@ def test_look_up_and_fall_back_of_the_worked_example():
     assert table.pad(Bucket(5, 130, 32)) == table.pad(Bucket(5, 130, 32)) == (8, 192, 32)
     assert table.fallbacks == {(3, 600, 0): 1, (5, 130, 32): 2}
     assert setting_for(Bucket(5, 130, 32), EXP_4096) == "prompt.context.max"
-    assert (
-        setting_for(Bucket(1, 18, 0), BucketLimits(16, 48, 31, max_num_reqs=2)) == "max_model_len"
-    )
+    one = BucketLimits(128, 1024, 1024, max_num_reqs=4, merged_prefill=True)
+    assert setting_for(Bucket(1, 1000, 1), one) == "max_model_len"
 
 
 @pytest.mark.parametrize("shape", [(65, 1, 100), (1, 2049, 0), (1, 128, 33), (64, 1, 1501)])

@@ -1,5 +1,7 @@
 """The coverage proof, checked against every legal batch of small engines."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
@@ -99,6 +101,13 @@ def test_one_hole_within_the_budget_is_closed_by_one_bucket():
 def test_the_proof_asks_for_no_more_requests_than_tokens():
     limits = BucketLimits(4, 4, 10, max_num_reqs=6)
     assert close_holes(Phase.DECODE, limits, ()) == (Bucket(4, 1, 12),)
+
+
+def test_closing_keeps_queries_in_chunks():
+    limits = replace(EXP_4096, chunk_size=256)
+    closed = close_holes(Phase.PROMPT, limits, plan_buckets(Phase.PROMPT, limits))
+    assert find_holes(Phase.PROMPT, limits, closed) == ()
+    assert all(bucket.query % 256 == 0 for bucket in closed)
 
 
 def test_decode_of_the_worked_example_has_no_hole():
