@@ -133,13 +133,17 @@ def server():
                 most[0] += 1
                 most[1] = max(most)
             good = len(body["prompt"]) > 1
-            self.send_response(200 if good else 500)
-            self.end_headers()
-            for n in range(body["max_tokens"] if good else 0):
-                self.wfile.write(b'data: {"choices": [{"text": "t%d"}]}\n\n' % n)
-            self.wfile.write(b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
-            with lock:
+            answer = [b'{"choices": [{"text": "t%d"}]}' % n for n in range(body["max_tokens"])]
+            if good:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.writelines(b"data: %b\n\n" % each for each in answer)
+            with lock:  # before the last bytes, after which the next request may come
                 most[0] -= 1
+            if good:
+                self.wfile.write(b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n')
+            else:
+                self.send_error(500)
 
         def log_message(self, *args):
             pass
