@@ -1,7 +1,6 @@
 """Which keys a setting is in: the trace key, the codegen keys, both or none."""
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from piecegraph.config import Config, compile_config
 from piecegraph.dispatch import Axis, BucketLimits, BucketMemory, PaddingLimit
 from piecegraph.errors import InvalidSetting
 from piecegraph.settings import setting_names
+from tests.tables import tables_of
 
 CPU = torch.device("cpu")
 
@@ -26,51 +26,18 @@ def by_name(node):
 
 BOTH, TRACE, NONE = (True, True), (True, False), (False, False)
 
+KEYS = {"both": BOTH, "trace": TRACE, "none": NONE}
 OTHER = {
-    "inputs": ({"x": "float32[num_tokens, 4]"}, TRACE),
-    "max_num_tokens": (77, TRACE),
-    "max_num_reqs": (3, NONE),
-    "splitting_ops": (("a::b",), TRACE),
-    "graph_mode": ("PIECEWISE", NONE),
-    "capture_sizes": ((1, 2), NONE),
-    "strategy": ("lazy", NONE),
-    "strategy.captures_per_step": (3, NONE),
-    "compile": (False, TRACE),
-    "compiler": ("eager", BOTH),
-    "level": (1, NONE),
-    "cache": (False, NONE),
-    "cache.layers": (("/elsewhere",), NONE),
-    "cache.max_bytes": (1 << 20, NONE),
-    "cache.verify_bundle": ("off", NONE),
-    "cache_dir": (Path("/elsewhere"), NONE),
-    "bundle": ("force", NONE),
-    "tracing.min_num_tokens": (2, TRACE),
-    "tracing.symbol_limits": ({"other": (1, 5)}, TRACE),
-    "tracing.dynamic_shapes": ("unbacked", BOTH),
-    "tracing.guards": ("check", TRACE),
-    "codegen.ranges": ((16,), TRACE),
-    "codegen.sizes": ((4,), TRACE),
-    "codegen.partition": ("inductor", TRACE),
-    "codegen.inductor_options": ({"max_autotune": True}, BOTH),
+    **{
+        name: (value, KEYS[keys])
+        for keys, settings in tables_of(__file__).items()
+        for name, value in settings.items()
+    },
     "codegen.passes": ({"own": other_pass}, BOTH),
-    "codegen.dump_dir": (Path("/elsewhere"), NONE),
-    "sizes.alignment": (2, NONE),
     "sizes.padding_limit": (PaddingLimit(), NONE),
-    "sizes.buckets": (((1, 8, 0),), NONE),
     "sizes.bucket_limits": (BucketLimits(16, 64, 128, 4), NONE),
     "sizes.bucket_memory": (BucketMemory(0.5), NONE),
-    "variants.query_lens": ((1, 3), NONE),
-    "variants.speculation_schedule": ((3, 1), NONE),
-    "variants.max_loras": (2, NONE),
-    "variants.lora_graphs": ("one", NONE),
     "variants.axes": ((Axis("micro_batches", (1, 2)),), NONE),
-    "attention.support": (3, NONE),
-    "attention.varlen_decode": (True, NONE),
-    "steps.padding": ({"x": "repeat"}, NONE),
-    "steps.after_seal": ("raise", NONE),
-    "steps.memory_limit": (0.5, NONE),
-    "shadow.every": (5, NONE),
-    "shadow.share": (0.5, NONE),
 }
 """A value of each setting that is not its default, and the keys that it changes."""
 
