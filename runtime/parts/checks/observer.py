@@ -14,6 +14,7 @@ them apart, by `type(x) is dict`, is given the object itself, of which all is no
 from __future__ import annotations
 
 import builtins
+import functools
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
@@ -52,8 +53,8 @@ _ARRAY_FORM = ("dtype", "shape", "strides", "typecode", "format")
 _HASHES = (FunctionType, type(None))
 """A class with one of these compares its objects in Python, or not by their content."""
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_OF_TORCH = nn.Module.__setattr__.__code__.co_filename
-"""Its code reads all of a module where one attribute is read or set."""
+_READS_ONE = (nn.Module.__setattr__.__code__.co_filename, functools.__file__)
+"""Their code (`nn.Module`, `cached_property`) reads all where one attribute is read or set."""
 _OF_FUNCTION = ("__dict__", "__defaults__", "__kwdefaults__")
 _READ_WHOLE = frozenset({"__dict__", "__reduce_ex__", "__reduce__", "__getstate__"})
 """Attributes through which `vars` and `copy` read all others."""
@@ -143,8 +144,8 @@ class Observer:
         with self._path_of(obj, name) as path:
             if path is None:
                 return value
-            of_torch = sys._getframe(2).f_code.co_filename == _OF_TORCH
-            if name in _READ_WHOLE and hasattr(obj, "__dict__") and not of_torch:
+            reads_one = sys._getframe(2).f_code.co_filename in _READS_ONE
+            if name in _READ_WHOLE and hasattr(obj, "__dict__") and not reads_one:
                 self._attributes(path, obj)
             if name.startswith("__") or self._is_stated(kind, f"{path}.{name}", name, value):
                 return value

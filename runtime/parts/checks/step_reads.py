@@ -33,7 +33,7 @@ _OURS = (__file__, _OBSERVER, Mapping.get.__code__.co_filename, torch.overrides.
 STEPS_WITH_ALL = 3
 ALL_EVERY = 64
 
-FACTS = "num_tokens, decision, metadata, layers, context"
+FACTS = "num_tokens, decision, metadata, layers"
 
 
 def reader(expressions: Iterable[str], names: Mapping[str, Any]) -> Callable[..., tuple[Any, ...]]:
@@ -45,7 +45,7 @@ def reader(expressions: Iterable[str], names: Mapping[str, Any]) -> Callable[...
 
 def facts_of(context: ForwardContext) -> tuple[Any, ...]:
     """The facts of a step, which paths begin with."""
-    return context.num_tokens, context.decision, context.metadata, context.layers, context
+    return context.num_tokens, context.decision, context.metadata, context.layers
 
 
 class StepReads:
@@ -106,13 +106,15 @@ class StepReads:
         object or tensor of the context is that of the step."""
         leaves, spec = tree_flatten(args)
         known = self._observer.paths() if self._observer is not None else {}
-        places = [at for at, leaf in enumerate(leaves) if id(leaf) in known]
-        if not places:
+        paths = {at: known[id(leaf)] for at, leaf in enumerate(leaves) if id(leaf) in known}
+        if not paths:
             return None
-        read = reader([known[id(leaves[at])] or "context" for at in places], self.names)
+        read = reader([path or "None" for path in paths.values()], self.names)
 
         def arguments() -> Any:
-            now = dict(zip(places, read(*facts_of(CURRENT.get())), strict=True))
+            context = CURRENT.get()
+            now = dict(zip(paths, read(*facts_of(context)), strict=True))
+            now |= {at: context for at, path in paths.items() if not path}
             return tree_unflatten([now.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
 
         return arguments

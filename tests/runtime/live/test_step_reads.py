@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import count
 from operator import itemgetter
 from random import Random
@@ -876,6 +876,19 @@ def test_what_changes_inside_of_what_is_held_is_noticed(held):
     change(2)
     with pytest.raises(StaleContext):
         reads.check(ForwardContext({}, metadata=SPACE(held=value)))
+
+
+class Caches(Inner):
+    @cached_property
+    def doubled(self):
+        return self.scale * 2.0
+
+
+def test_a_cached_property_is_no_read_of_all():
+    reads = noted(lambda m: m.doubled, with_attributes(Caches(1.0), number=1))
+    reads.check(ForwardContext({}, metadata=with_attributes(Caches(1.0), number=2)))
+    with pytest.raises(StaleContext, match=r"metadata\.(scale|doubled) "):
+        reads.check(ForwardContext({}, metadata=with_attributes(Caches(2.0), number=1)))
 
 
 def test_a_function_may_have_an_empty_cell():
