@@ -206,9 +206,9 @@ FAULTS = [
 ]  # fmt: skip
 QUICK = (
     "a counter counts padding", "the plain model raises", "a workspace that is never zeroed",
-    "padding keeps the slots of a larger step", "a fast path of the model is wrong",
+    "a fast path of the model is wrong",
 )  # fmt: skip
-"""Faults of every run of the tests."""
+"""Faults of every run of the tests. What padding leaves of an earlier step is in planted_faults."""
 
 
 def chosen(model, x):
