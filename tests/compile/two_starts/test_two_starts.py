@@ -34,9 +34,6 @@ RIGHT = {
 """Of what torch traces wrongly too, there is nothing that a bundle could be compared with."""
 
 WITHOUT_CONDITIONS = {
-    # what a step compares with the model, and what a condition refuses before it is loaded
-    "altering: refused by a step": ["order_of_bases", "attribute_appears"],
-    "harmless: refused by a step": ["counter_of_calls", "values_of_bytes_whose_length_is_read"],
     # the graph holds the number, which has no effect in evaluation
     "falsely refused": ["seed_of_dropout_in_evaluation"],
     # a thread does not see another one's locals: docs/starts.md says to verify before the steps
@@ -53,11 +50,13 @@ PARTS = 6
 @pytest.mark.heavy
 @pytest.mark.timeout(1800)
 def test_nothing_is_silently_wrong_and_nothing_right_is_refused(blind, part, tmp_path):
-    """Hashes of strings differ between the starts."""
+    """Hashes of strings differ between the starts. Where verification is alone, steps compare no
+    model either: what they come to in the time of two steps differs from run to run."""
     names = [change.name for change in CHANGES[part::PARTS]]
     program = [sys.executable, "-m", "tests.compile.two_starts.starts"]
+    off = "checks" if blind else ""
     for number in ("1", "2"):
-        environment = {**os.environ, "PIECEGRAPH_OFF": "", "PYTHONHASHSEED": number}
+        environment = {**os.environ, "PIECEGRAPH_OFF": off, "PYTHONHASHSEED": number}
         arguments = [number, str(tmp_path), *(["--blind"] if blind else []), "--only", *names]
         subprocess.run([*program, *arguments], check=True, cwd=ROOT, env=environment)
     found = outcomes(tmp_path)
