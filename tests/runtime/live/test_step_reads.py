@@ -851,7 +851,7 @@ def test_what_objects_of_C_code_hold_besides_their_items_is_noticed(held):
 
 
 LOCAL, VARIABLE, GENERATOR = local(), ContextVar[int]("VARIABLE"), torch.Generator()
-VALUES = [1]
+VALUES, OBJECTS = [1], np.array([SPACE(k=1)])
 
 
 class Table:
@@ -862,6 +862,7 @@ IN_PLACE: dict[str, tuple[Callable[[Any], object], Any, Callable[[int], object]]
     "of a thread": (lambda m: m.n, LOCAL, lambda n: setattr(LOCAL, "n", n)),
     "of a context": (lambda m: m.get(), VARIABLE, VARIABLE.set),
     "a default by keyword": (lambda m: m(), keyword_default(VALUES), lambda n: VALUES.append(n)),
+    "an array of objects": (lambda m: m[0].k, OBJECTS, lambda n: setattr(OBJECTS[0], "k", n)),
     "a seed": (lambda m: m.initial_seed(), GENERATOR, GENERATOR.manual_seed),
     "a table of a class": (lambda m: m.rows["k"], Table, lambda n: Table.rows["k"].append(n)),
 }
