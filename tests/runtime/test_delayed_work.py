@@ -600,3 +600,23 @@ def test_an_early_rewrite_of_a_weight_is_named_without_a_trace():
     del result
     prepared.backend.synchronize()
     prepared.close()
+
+
+def test_a_step_in_flight_is_in_no_key_of_another_model(tmp_path):
+    """What sees the host's reads stays entered until the work has run."""
+    config = small_config(
+        4, inputs={"input": f"float32[num_tokens, {HIDDEN}]"}, capture_sizes=(4,),
+        compiler="inductor", cache=True, cache_dir=str(tmp_path),
+    )  # fmt: skip
+    model = torch.nn.Linear(HIDDEN, HIDDEN)
+    delayed = prepare(model, config, backend=ReplayBackend(ReplayOptions(delay=True)))
+    delayed.capture()
+    result = delayed(torch.ones(4, HIDDEN), batch=Batch(4, 4))
+    assert last_modes() != (None, None)
+    other = prepare(model, config, backend=ReplayBackend())
+    assert other.report()["cache"]["hit"]
+    other.close()
+    result.sum().item()
+    del result
+    delayed.backend.synchronize()
+    delayed.close()

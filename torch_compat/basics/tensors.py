@@ -24,7 +24,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -202,11 +206,23 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+class OwnFunctionMode(TorchFunctionMode):
+    """A function mode of the library, which stays entered between calls of the engine."""
+
+
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Run without the dispatch modes of this thread; those of others stay."""
+    """Run without the dispatch modes of this thread and our function mode; those of others stay."""
+    own = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    own = own if isinstance(own, OwnFunctionMode) else None
     with own_export_modes(), _disable_current_modes():
-        yield
+        if own is not None:
+            own.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if own is not None:
+                own.__enter__()  # type: ignore[no-untyped-call]
 
 
 def last_modes() -> tuple[Any, Any]:

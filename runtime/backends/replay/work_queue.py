@@ -21,7 +21,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....compile.ir.locations import user_line
@@ -38,6 +37,7 @@ from ....torch_compat.basics.tensors import (
     HOST_READS,
     FakeTensorMode,
     LightDispatchMode,
+    OwnFunctionMode,
     last_modes,
     storage_id,
     tree_flatten,
@@ -284,7 +284,7 @@ class _Watch(LightDispatchMode):
         return queue.operation(func, args, given)
 
 
-class _HostReads(TorchFunctionMode):
+class _HostReads(OwnFunctionMode):
     """Shows a queue the host reads that no dispatch mode sees."""
 
     def __init__(self, queue: ref[WorkQueue]) -> None:

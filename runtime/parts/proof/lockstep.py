@@ -19,23 +19,24 @@ class Lockstep:
     each needs next, all make that of the first rank that needs one, and so on until none does.
     """
 
-    def __init__(self, exchange: Exchange, perform: Callable[[Way], Any]) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._perform = perform
 
     def run(self, way: Way, perform: Callable[[Way], Any]) -> Any:
         """What `perform(way)` gives on this rank."""
         while (turn := self._turn(way)[0]) != way:
-            self._help(turn)
+            self._help(turn, perform)
         return perform(way)
 
-    def finish(self, verdict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def finish(
+        self, verdict: Mapping[str, Any], perform: Callable[[Way], Any]
+    ) -> list[dict[str, Any]]:
         """This rank needs no further run. The verdicts of all ranks, when none does."""
         while True:
             turn, verdicts = self._turn(None, verdict)
             if turn is None:
                 return verdicts
-            self._help(turn)
+            self._help(turn, perform)
 
     def _turn(
         self, way: Way | None, verdict: Mapping[str, Any] | None = None
@@ -46,8 +47,8 @@ class Lockstep:
         turn = next((one for one in ways if one is not None), None)
         return turn, [one["verdict"] for one in stated]
 
-    def _help(self, turn: Way | None) -> None:
+    def _help(self, turn: Way | None, perform: Callable[[Way], Any]) -> None:
         """Make a run that another rank needs. What it gives here matters to nobody."""
         assert turn is not None
         with suppress(Exception):
-            self._perform(turn)
+            perform(turn)

@@ -286,7 +286,7 @@ class ProofPart(Part):
         """
         runs, results, right = self.runs, copied(step.results), step.results
         final = now = step.after.now() if step.waits else step.after
-        step.ranks = Lockstep(self._exchange, lambda way: runs.run_alone(step, way, step.before))
+        step.ranks = Lockstep(self._exchange)
         verdict: dict[str, Any] = {"stop": None, "unsteady": False, "wrong": None}
         try:
             expected = runs.again(step)
@@ -307,7 +307,9 @@ class ProofPart(Part):
         except Exception as error:
             verdict["stop"] = [Stopped.FAILED, handled(error)]
         try:
-            verdicts = step.ranks.finish(verdict)
+            verdicts = step.ranks.finish(
+                verdict, lambda way: runs.run_alone(step, way, step.before)
+            )
         finally:
             final.restore()
         self._conclude(step, verdicts, verdict["wrong"] is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from itertools import count
@@ -27,6 +28,7 @@ from piecegraph.runtime.parts.checks.address_checks import Snapshot
 from piecegraph.runtime.parts.checks.model_check import ModelCheck
 from piecegraph.runtime.parts.proof.cause import Cause
 from piecegraph.runtime.parts.proof.declared_writes import Stopped
+from piecegraph.runtime.parts.proof.step_runs import KeptStep
 from piecegraph.tools.steps import load_steps
 
 from ..conftest import small_config
@@ -107,6 +109,20 @@ def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
     assert run(served, 3)
     (step,) = load_steps(wrong.file)
     assert step.batch.num_tokens == 3
+
+
+def test_a_proved_step_is_freed_without_garbage_collection(prepare_live):
+    """It holds copies of all state that it wrote, and engines pause the collector."""
+    served = prepare_live(shadow=EACH)
+    served.prepared.capture()
+    gc.collect()
+    gc.disable()
+    try:
+        assert run(served, 3)
+        assert not any(isinstance(each, KeptStep) for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert served.prepared.report()["shadow"]["proved"]
 
 
 def test_dummy_steps_of_an_engine_are_not_proved(prepare_live, monkeypatch):
