@@ -314,9 +314,9 @@ def test_under_another_state_than_that_of_prepare_nothing_is_known(
     starts, verified = prepare_live().prepared.parts.starts, "not yet"
     while verified == "not yet" or not dtype_changed_beside_a_trace:
         verified = starts.wait_until_verified(0.1)
-    assert isinstance(verified, str)
-    # what a hostile engine changed beside the same trace is named before
-    assert "default_dtype" in verified or hostile_engine is not None
+    assert verified is not False
+    # a hostile engine changes more beside the same trace, and sets the dtype back
+    assert "default_dtype" in str(verified) or hostile_engine is not None
     assert dtype_changed_beside_a_trace == ["piecegraph-verification"]
     torch.set_default_dtype(torch.float32)
     assert starts.wait_until_verified(300) is True
