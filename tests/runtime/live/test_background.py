@@ -306,11 +306,14 @@ def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(s
 
 
 @pytest.mark.compile
-def test_events_of_the_thread_are_told_to_the_caller(serve_cold):
+def test_events_of_the_thread_are_told_to_the_caller(serve_cold, hostile_engine):
     events = Events()
     served = serve_cold(events=events)
     assert served.prepared.parts.starts.wait_until_compiled(300)
-    assert [event.facts["piece"] for event in events.named("compile.end")] == [0, 1, 2]
+    pieces = [event.facts["piece"] for event in events.named("compile.end")]
+    if hostile_engine is not None:  # a try that it disturbed compiled some, too
+        pieces = [*dict.fromkeys(pieces)]
+    assert pieces == [0, 1, 2]
     assert events.counters["dynamo_traces"] == served.prepared.records.counters["dynamo_traces"]
     assert "compile" not in [name for name, _ in served.prepared.records.phases]
 
