@@ -239,7 +239,7 @@ def test_no_command_is_a_call_for_help(capsys):
     assert all(text in out for text in ("Usage", "run", "cache"))
 
 
-@pytest.mark.parametrize("command", [["run"], ["explain"], ["cache", "warm"]])
+@pytest.mark.parametrize("command", [["run"], ["explain"], ["cache", "warm"], ["check", "keys"]])
 def test_help_is_one_screen_and_help_all_has_every_option(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     assert main([*command, "--help-all"]) == 0

@@ -15,17 +15,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ... import (
+    BatchDescriptor,
     Config,
     Eager,
     GraphMode,
     PreparedModel,
+    RuntimeMode,
     cache_root,
     prepare,
 )
@@ -37,6 +39,8 @@ COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
 STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
 GRAPHS = (PIECEWISE, FULL, *STRATEGIES)
+
+MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ def with_own_cache(case_config: Config, folder: Path) -> Config:
 
 
 @contextmanager
-def prepared_for(case: BisectCase, stage: Stage) -> Iterator[PreparedModel]:
+def prepared_for(
+    case: BisectCase, stage: Stage, capture_metadata: MetadataFor | None = None
+) -> Iterator[PreparedModel]:
     """The case prepared and captured for `stage`; closed at the end.
 
     It is traced and captured as the process is in the first step. At the stage of the warm cache it
@@ -111,7 +117,7 @@ def prepared_for(case: BisectCase, stage: Stage) -> Iterator[PreparedModel]:
         _prepare(case, config).close()
     prepared = _prepare(case, config)
     try:
-        prepared.capture(case.capture_metadata)
+        prepared.capture(capture_metadata or case.capture_metadata)
         yield prepared
     finally:
         prepared.close()

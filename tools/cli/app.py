@@ -20,6 +20,7 @@ from ...errors import CacheError, ConfigError, DispatchError, InvalidSetting, Pi
 from ..serve.ranks import launched_rank
 from ..start_lines import Interrupted
 from .cache_commands import cache_app
+from .check_commands import check_app
 from .doctor_command import doctor_command
 from .run_commands import bisect_command, explain_command, profile_command, run_command
 from .sizes_commands import sizes_app
@@ -169,6 +170,7 @@ app.command("bisect")(bisect_command)
 app.command("explain")(explain_command)
 app.command("profile")(profile_command)
 app.add_typer(cache_app, name="cache")
+app.add_typer(check_app, name="check")
 
 
 def _fail(message: str, status: int) -> int:
