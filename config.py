@@ -108,6 +108,10 @@ class Lazy(Settings):
     captures_per_step: int = Field(default=1, ge=1)
     """The most captures between two steps."""
 
+    max_bytes: int | None = Field(default=None, ge=0)
+    """Bytes of graphs that are captured after startup; above them the graphs that save least per
+    byte are evicted."""
+
 
 Strategy = Eager | Delayed | Lazy
 

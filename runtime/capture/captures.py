@@ -40,6 +40,7 @@ class CaptureOutcome:
 
     ms: float
     bytes: int
+    operations: int = 0
     reason: str = ""
     record: CaptureRecord | None = None
 
@@ -128,7 +129,7 @@ class Captures:
             descriptor=self.plan.entries[graph_index].descriptor.as_json(),
         )
         self.records.add(record)
-        return CaptureOutcome(ms, num_bytes, record=record)
+        return CaptureOutcome(ms, num_bytes, recording.operations, record=record)
 
     def failed(self, graph_index: int, outcome: CaptureOutcome, retry_at_step: int | None) -> None:
         """Record a failed capture, which is tried again at a step, or never."""

@@ -48,8 +48,15 @@ def delayed_captures(ranks: Ranks, folder: Path) -> PreparedModel:
     return prepared
 
 
-def lazy_captures(ranks: Ranks, folder: Path) -> PreparedModel:
-    return served(graph_mode=BOTH, strategy="lazy", ranks=ranks)
+def lazy_captures_and_evictions(ranks: Ranks, folder: Path) -> PreparedModel:
+    """Of two sizes one graph may be kept."""
+    strategy = {"kind": "lazy", "max_bytes": 3000}
+    prepared = prepared_model(graph_mode="PIECEWISE", strategy=strategy, ranks=ranks)
+    replay_options(prepared, graph_bytes=1000)
+    prepared.capture()
+    for size, steps in ((2, 8), (4, 16)):  # the first graph becomes worth less than the second
+        serve(prepared, (Batch(size, 1),) * steps)
+    return prepared
 
 
 def memory_limit_probes(ranks: Ranks, folder: Path) -> PreparedModel:
@@ -146,13 +153,13 @@ def switch_that_is_awaited(ranks: Ranks, folder: Path) -> PreparedModel:
 
 
 SCENES: tuple[Scene, ...] = (
-    delayed_captures, lazy_captures, memory_limit_probes, warm_up, captures_again,
+    delayed_captures, lazy_captures_and_evictions, memory_limit_probes, warm_up, captures_again,
     capture_that_fails_on_one_rank, shadow, not_compiled, verification, verification_that_refuses,
     verification_that_refuses_on_one_rank, switch_between_steps, switch_that_is_awaited,
 )  # fmt: skip
 
 SOME = (
-    delayed_captures, lazy_captures, memory_limit_probes, captures_again,
+    delayed_captures, lazy_captures_and_evictions, memory_limit_probes, captures_again,
     capture_that_fails_on_one_rank, verification_that_refuses_on_one_rank, switch_that_is_awaited,
 )  # fmt: skip
 """Those of `make test`; all are played by `make heavy`."""

@@ -358,20 +358,25 @@ def test_graphs_change_between_steps_in_flight(make_scene, mode, seed):
 
 @pytest.mark.parametrize("then", ["clone", "reading too late", "an early rewrite"])
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
-def test_a_capture_and_an_eviction_while_a_step_is_in_flight(make_scene, mode, then):
-    """A dispatch captures, and the graph of the step in flight is freed: the step has run by then,
+def test_an_eviction_for_another_size_while_a_step_is_in_flight(make_scene, mode, then):
+    """A dispatch that needs memory frees the graph of the step in flight: the step has run by then,
     its result is gone, and what was rewritten before is named."""
+    graphs = 1 if mode is GraphMode.FULL_DECODE_ONLY else 2
+    strategy = {"kind": "lazy", "max_bytes": graphs * 10_000 + 5_000}  # one size
     plain = make_scene(mode)
-    late = make_scene(mode, (2, 4, 8), {"strategy": "lazy"}, delay=True, fail_on_early_writes=True)
+    late = make_scene(
+        mode, (2, 4, 8), {"strategy": strategy}, delay=True, fail_on_early_writes=True,
+        graph_bytes=10_000,
+    )  # fmt: skip
 
     def padding(*facts):
         late.metadata.table.zero_()
         return late.metadata
 
-    def capture_and_evict():
+    def evict_by_dispatch():
         late.prepared._core.dummies.metadata_for = padding
-        late.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
-        evict(late)
+        while not late.prepared.events.named("capture.evicted"):
+            late.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
 
     assert late.decide().descriptor.num_tokens == 4
     result, step = late.step(), rf"step 1 \({mode.name[:4]}\w* 4\)"
@@ -379,9 +384,9 @@ def test_a_capture_and_an_eviction_while_a_step_is_in_flight(make_scene, mode, t
     if then == "an early rewrite":
         late.x.zero_()
         with pytest.raises(RewrittenEarly, match=rf"input 'x' before {step}"):
-            capture_and_evict()
+            evict_by_dispatch()
         return
-    capture_and_evict()
+    evict_by_dispatch()
     (evicted,) = late.prepared.events.named("capture.evicted")
     assert evicted.facts["num_tokens"] == 4
     if then == "clone":

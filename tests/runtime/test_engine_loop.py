@@ -323,7 +323,7 @@ def test_each_step_of_an_engine_equals_eager(steps):
         ),
         Engine(
             1,
-            Served(copy.deepcopy(target), of_target, strategy=Lazy(captures_per_step=2)),
+            Served(copy.deepcopy(target), of_target, strategy=Lazy(max_bytes=6000)),
             Served(copy.deepcopy(draft), of_draft, strategy="lazy"),
         ),
     ]

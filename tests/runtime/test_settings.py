@@ -66,13 +66,13 @@ def test_a_strategy_is_a_name_or_an_object_with_its_own_settings():
     assert Config().strategy == Eager()
     lazy = Config(strategy="lazy", max_num_tokens=16)
     assert lazy.strategy == Lazy()
-    assert lazy.changed(strategy={"captures_per_step": 7}).strategy == Lazy(captures_per_step=7)
+    assert lazy.changed(strategy={"max_bytes": 7}).strategy == Lazy(max_bytes=7)
     assert lazy.changed(strategy=Delayed(captures_per_step=2)).strategy.captures_per_step == 2
     shown = lazy.model_dump(mode="json")["strategy"]
-    assert shown == {"kind": "lazy", "captures_per_step": 1}
+    assert shown == {"kind": "lazy", "captures_per_step": 1, "max_bytes": None}
     assert Config(strategy=shown).strategy == Lazy()
-    with pytest.raises(UnknownSetting, match=r"strategy\.bytes_per_step"):
-        Delayed(bytes_per_step=3)
+    with pytest.raises(UnknownSetting, match=r"strategy\.max_bytes"):
+        Delayed(max_bytes=3)
 
 
 def test_the_cache_is_off_on_or_an_object():

@@ -7,33 +7,20 @@ facts that all ranks share: the wanted graph, the step number, and outcomes of c
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from ....config import Eager, Strategy
+from ....config import Eager, Lazy, Strategy
 from ....dispatch import Batch, CapturePhase, Decision, Dispatcher, RuntimeMode
 from ...capture.capture_all import Progress
 from ...capture.captures import Captures
 from ...core.allowed_work import allow_compilation
 from ...core.records import CaptureRecord, GraphsReturned, PhaseCaptured
+from .admitted import CaptureBudget, LazyBytes
 from .counted import CountedCaptures
 from .graph_memory import GraphMemory
 from .memory_limit import MemoryLimit
 from .wanted import CaptureQueue, GraphState
-
-
-class CaptureBudget:
-    """What is left for captures in one gap: a number of them, and milliseconds by estimate."""
-
-    def __init__(self, captures: int, ms: float = math.inf) -> None:
-        self.captures = captures
-        self.ms = ms
-
-    def spend(self, ms: float) -> None:
-        """Subtract one capture that took `ms`."""
-        self.captures -= 1
-        self.ms -= ms
 
 
 class StrategyCapturer:
@@ -70,10 +57,13 @@ class StrategyCapturer:
         self._start_over()
 
     def _start_over(self) -> None:
-        self.queue = CaptureQueue(self._strategy.kind, self._captures.plan)
+        strategy, plan = self._strategy, self._captures.plan
+        self.queue = CaptureQueue(strategy.kind, plan)
         self.captures = CountedCaptures(self._captures, self.queue)
         self.limit = MemoryLimit(self._memory_limit, self.captures, self._counts)
         self.idle_steps = self.queue.idle_steps
+        lazy_bytes = strategy.max_bytes if isinstance(strategy, Lazy) else None
+        self._lazy = LazyBytes(lazy_bytes, self.queue.states, plan.entries)
         self._probes = None
 
     @property
@@ -254,7 +244,9 @@ class StrategyCapturer:
                 if self.limit.capture(graph_index, session):
                     if self.queue.is_kept(graph_index):
                         self.queue.states[graph_index].kept = True
-                    count += 1
+                    else:
+                        self._lazy.took(graph_index, self.captures.evict)
+                    count += self.queue.states[graph_index].captured
                 budget.spend(self.captures.estimate(graph_index))  # as just measured, on all ranks
                 graph_index = None if self.limit.exceeded else next(admitted, None)
         self.limit.return_to_limit()
@@ -270,8 +262,18 @@ class StrategyCapturer:
                 reason = f"it takes about {estimate:.1f} ms, more than the budget has"
                 self.captures.refused(graph_index, reason)
                 return
-            if self.limit.admits(graph_index):
+            if self.limit.admits(graph_index) and self._within_lazy_limit(graph_index):
                 yield graph_index
+
+    def _within_lazy_limit(self, graph_index: int) -> bool:
+        if self._lazy.limit is None or self.queue.is_kept(graph_index):
+            return True
+        self.queue.count_idle()
+        if self._lazy.make_room(graph_index, self.captures.evict):
+            return True
+        reason = f"lazy recordings may take {self._lazy.limit} bytes, and none is worth less"
+        self.captures.refused(graph_index, reason)
+        return False
 
     def _refresh_active(self) -> None:
         """Steps capture as long as something can still be captured."""

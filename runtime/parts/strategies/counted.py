@@ -34,7 +34,7 @@ class CountedCaptures:
             captures.failed(graph_index, outcome, None if state.dropped else state.retry_at)
             return False
         self.queue.changed()
-        state.captured, state.bytes = True, outcome.bytes
+        state.captured, state.bytes, state.launches = True, outcome.bytes, outcome.operations
         self.memory.took(graph_index, outcome.bytes)
         self._refused.discard(graph_index)
         return True

@@ -36,14 +36,19 @@ _MOST_IDLE = 4096
 class GraphState:
     """The state of one graph.
 
-    A `kept` graph was captured at startup; a `dropped` one is never captured. A `blocked` one does
-    not fit into memory until a graph is captured or freed.
-    `bytes` are those of its recording, `hits` counts how often it was wanted.
+    A `kept` graph was captured at startup and is not evicted; a `dropped` one is never captured. A
+    `blocked` one does not fit into memory until a graph is captured or freed.
+    `bytes` and `launches` are those of its recording, `hits` counts how often it was wanted.
     """
 
     def __init__(self) -> None:
         self.captured = self.kept = self.dropped = self.blocked = False
-        self.hits = self.failures = self.retry_at = self.bytes = 0
+        self.hits = self.failures = self.retry_at = self.bytes = self.launches = 0
+
+    @property
+    def on_use(self) -> bool:
+        """Whether it was captured after startup and can be evicted."""
+        return self.captured and not self.kept
 
 
 class CaptureQueue:

@@ -138,6 +138,17 @@ def test_who_closes_while_a_forecast_is_made_leaves_no_graph(serve_cold):
 
 
 @pytest.mark.compile
+def test_the_startup_set_after_the_switch_is_not_evicted(serve_cold):
+    served = serve_cold(strategy={"kind": "lazy", "max_bytes": 1})
+    served.prepared.capture()
+    serve_until_over(served)
+    for _ in range(3):
+        served.step(2)
+    assert served.step(8) == "PIECEWISE 8"
+    assert not served.prepared.events.named("capture.evicted")
+
+
+@pytest.mark.compile
 def test_the_steps_of_an_uncompiled_model_are_logged(serve_cold):
     served = serve_cold()
     seen = list[tuple[Batch, Decision]]()

@@ -1,4 +1,4 @@
-"""Forecast, pruning and limits on pools whose bytes are modeled."""
+"""Forecast, pruning, limits and eviction on pools whose bytes are modeled."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +9,7 @@ from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.core.exchange import single_rank
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.parts.strategies import graph_memory
+from piecegraph.runtime.parts.strategies.admitted import worth
 from piecegraph.runtime.parts.strategies.forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.parts.strategies.graph_memory import GraphMemory, graph_of, prune
 
@@ -229,6 +230,62 @@ def test_the_largest_that_fits_is_captured_at_startup(make, strategy):
     served = make((2, 4, 8), strategy=strategy, options={"exhausting_captures": frozenset({1})})
     served.prepared.capture()
     assert served.captures == ["PIECEWISE 4", "FULL 8"]
+
+
+def lazily(make, graphs):
+    served = make(
+        (1, 2, 4, 8, 64), strategy={"kind": "lazy", "max_bytes": graphs * GRAPH}, options=OPTIONS
+    )
+    served.prepared.capture()
+    served.prepared.seal()
+    return served
+
+
+def test_lazy_recordings_keep_their_bytes_and_the_least_wanted_goes(make):
+    served = lazily(make, 2)
+    at_startup = served.used
+    for n in (8, 8, 8, 4, 2, 2):
+        served.decode(n)
+        assert served.used - at_startup <= 2 * GRAPH
+    assert served.told("capture.evicted") == ["FULL 4"]
+    assert served.captures[2:] == ["FULL 8", "FULL 4", "FULL 2"]
+    assert served.decode(8) == "FULL 8"
+    assert served.decode(4) == "FULL 8"
+
+
+def test_what_is_worth_more_is_not_evicted(make):
+    served = lazily(make, 1)
+    assert [served.decode(n) for n in (8, 8, 8, 2, 2, 2)] == ["FULL 8"] * 6
+    assert served.told("capture.evicted") == []
+    assert served.told("capture.refused") == ["FULL 2"]
+    assert [served.decode(2), served.decode(2)] == ["FULL 2", "FULL 2"]
+    assert served.told("capture.evicted") == ["FULL 8"]
+
+
+def test_startup_recordings_are_never_evicted(make):
+    served = lazily(make, 0)
+    for _ in range(5):
+        served.decode(2)
+    assert served.told("capture.evicted") == ["FULL 2"]  # it took more than was known before
+    assert served.captures == ["PIECEWISE 64", "FULL 64", "FULL 2"]
+    assert served.decode(2) == "FULL 64"
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
+def test_eviction_from_the_shared_pool_changes_no_result(make, graphs, batches):
+    served = lazily(make, graphs)
+    at_startup = served.used
+    for is_decode, n in batches:
+        served.decode(n) if is_decode else served.mixed(n)
+        assert served.used - at_startup <= graphs * GRAPH
+        assert served.prepared.parts.strategies.capturer.memory.used == served.used
+
+
+def test_worth_is_what_is_saved_per_byte():
+    assert worth(10, 5, 100) == 0.5
+    assert worth(0, 5, 100) == 0
+    assert worth(0, 5, 0) > worth(10**9, 10**9, 1)
 
 
 def test_ranks_prune_by_the_traffic_of_them_all():
