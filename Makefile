@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run demo test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test peer-test mutants docs docs-serve clean
+.PHONY: run demo test unit test-fast test-not-faster test-as-shipped test-hostile test-core heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke farm-test programs peer-test mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -236,6 +236,20 @@ $(VENV_VLLM)/bin/vllm:
 	$(VENV_VLLM)/bin/python tests/engines/vllm_metadata.py
 	$(VENV_VLLM)/bin/vllm --version
 
+# The programs of tests/compile/backend_programs.py under Inductor, twice in two processes. They need
+# torchvision, which no CPU build of torch has on PyPI: gigabytes and an hour.
+VENV_PROGRAMS ?= .venv-programs
+
+programs: $(VENV_PROGRAMS)/.made
+	$(VENV_PROGRAMS)/bin/python -m tests.compile.backend_programs $(VENV_PROGRAMS)/cache > $(VENV_PROGRAMS)/first.jsonl
+	$(VENV_PROGRAMS)/bin/python -m tests.compile.backend_programs $(VENV_PROGRAMS)/cache > $(VENV_PROGRAMS)/second.jsonl
+
+$(VENV_PROGRAMS)/.made:
+	$(PYTHON) -m venv --clear $(VENV_PROGRAMS)
+	$(VENV_PROGRAMS)/bin/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1 timm diffusers
+	$(VENV_PROGRAMS)/bin/python -m pip install --quiet --editable '.[hf]'
+	touch $@
+
 # Torch's own tests of Inductor through the backend. SUITE is their file, of the installed release of torch.
 peer-test: $(VENV)/.dev
 	@test -f "$(SUITE)" || { echo "give a file: make peer-test SUITE=.../test/inductor/test_torchinductor.py"; exit 1; }
@@ -246,7 +260,7 @@ mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm .typing .wheels .site .venv-docs build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm $(VENV_PROGRAMS) .typing .wheels .site .venv-docs build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

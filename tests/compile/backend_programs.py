@@ -1,7 +1,8 @@
 """Programs for `torch.compile(backend="piecegraph")`, in the style of torch's own reproductions.
 
-Each gives a function and the arguments of its calls. Whole models are in tests/mission and in
-test_hf.py, and torch's own tests of Inductor are run by `make peer-test`.
+Each gives a function and the arguments of its calls. `python -m tests.compile.backend_programs
+CACHE [NAME...]` runs them in one process and prints a line of JSON for each. What fails is run with
+Inductor alone: a program that runs there must run here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import json
 import math
+import sys
+import warnings
 from contextlib import nullcontext
 
 import torch
@@ -451,11 +455,148 @@ AUTOCAST = {
 }
 
 
+# Models with random weights.
+
+
+def transformers_model(name, inputs, **settings):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = seeded(getattr(transformers, f"{name}Model")(config))
+    return lambda *args: tuple(
+        value for value in model(*args).to_tuple() if isinstance(value, Tensor)
+    ), [(each,) for each in inputs()]
+
+
+def images(*sizes, batch=1):
+    return lambda: [R(batch + i, 3, n, n) for i, n in enumerate(sizes)]
+
+
+def ids(*sizes):
+    return lambda: [torch.randint(3, 90, (2, n)) for n in sizes]
+
+
+def timm_model(name, *sizes, **settings):
+    import timm
+
+    model = seeded(timm.create_model(name, num_classes=4, **settings))
+    return model, [(R(1 + i, 3, n, n),) for i, n in enumerate(sizes)]
+
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+
+
+def unet():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=4,
+        block_out_channels=(8, 16), cross_attention_dim=16, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    model = seeded(model)
+    text = R(1, 5, 16)
+    return lambda x, t: model(x, t, text, return_dict=False)[0], [
+        (R(1, 4, n, n), t) for n, t in ((8, 5), (8, 7), (16, 11))
+    ]
+
+
+def vae():
+    from diffusers import AutoencoderKL
+
+    model = AutoencoderKL(
+        block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    model = seeded(model)
+    return lambda x: model.decode(model.encode(x).latent_dist.mode()).sample, [
+        (R(1, 3, n, n),) for n in (16, 24)
+    ]
+
+
+def flux():
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    model = seeded(model)
+
+    def call(x, t):
+        return model(
+            hidden_states=x, timestep=t, encoder_hidden_states=torch.ones(1, 6, 32),
+            pooled_projections=torch.ones(1, 32), img_ids=torch.zeros(x.size(1), 3),
+            txt_ids=torch.zeros(6, 3), return_dict=False,
+        )[0]  # fmt: skip
+
+    return call, [(R(1, n, 4), torch.tensor([0.5])) for n in (16, 24)]
+
+
+MODELS = {
+    "vit": lambda: transformers_model("ViT", images(32, 32), image_size=32, patch_size=8, **SMALL),
+    "convnext": lambda: transformers_model(
+        "ConvNext", images(32, 64), hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1]
+    ),
+    "bert": lambda: transformers_model("Bert", ids(5, 9), vocab_size=99, **SMALL),
+    "llama_cache": lambda: transformers_model("Llama", ids(5, 9), vocab_size=99, **SMALL),
+    "mamba": lambda: transformers_model(
+        "Mamba", ids(5, 9), vocab_size=99, hidden_size=16, num_hidden_layers=2, state_size=4,
+        use_cache=False,
+    ),
+    "t5_encoder": lambda: t5_encoder(),
+    "whisper_encoder": lambda: whisper_encoder(),
+    "wav2vec2": lambda: transformers_model(
+        "Wav2Vec2", lambda: [R(1, n) for n in (2000, 3000)], conv_dim=(8, 8), conv_stride=(5, 4),
+        conv_kernel=(10, 8), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, **SMALL,
+    ),
+    "timm_resnet18": lambda: timm_model("resnet18", 64, 96),
+    "timm_swin": lambda: timm_model(
+        "swin_tiny_patch4_window7_224", 56, 56, img_size=56, window_size=7, depths=(1, 1),
+        num_heads=(2, 2), embed_dim=16,
+    ),
+    "diffusers_unet": unet,
+    "diffusers_vae": vae,
+    "diffusers_flux": flux,
+}  # fmt: skip
+
+
+def t5_encoder():
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=16, num_heads=2, num_layers=2)
+    model = seeded(T5EncoderModel(config))
+    return lambda x: model(x).last_hidden_state, [(each,) for each in ids(5, 9)()]
+
+
+def whisper_encoder():
+    from transformers import WhisperConfig, WhisperModel
+
+    config = WhisperConfig(
+        vocab_size=99, d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,
+        max_source_positions=20, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    encoder = seeded(WhisperModel(config).encoder)
+    return lambda x: encoder(x).last_hidden_state, [(R(b, 8, 40),) for b in (1, 2, 3)]
+
+
 GROUPS = {
     "plain": PLAIN, "views": VIEWS, "scalars": SCALARS, "shapes": SHAPES, "breaks": BREAKS,
-    "training": TRAINING, "transforms": TRANSFORMS, "autocast": AUTOCAST,
+    "training": TRAINING, "transforms": TRANSFORMS, "autocast": AUTOCAST, "models": MODELS,
 }  # fmt: skip
 PROGRAMS = {name: make for group in GROUPS.values() for name, make in group.items()}
+NEEDED = {"timm": ("timm", "torchvision"), "diffusers": ("diffusers",)}
+"""Packages that programs need whose names begin so."""
 
 
 def results_of(name, compiler):
@@ -508,3 +649,28 @@ def try_program(name, backend, options):
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
     return difference(actual, expected)
+
+
+def main(cache, names):
+    import piecegraph as pg
+
+    warnings.simplefilter("ignore")
+    selected = [name for each in names for name in GROUPS.get(each, {each: None})] or PROGRAMS
+    for name in selected:
+        events = pg.Events()
+        fault = try_program(name, "piecegraph", {"events": events, "cache_dir": cache})
+        line = {
+            "name": name,
+            "fault": fault,
+            "inductor": None if fault is None else try_program(name, "inductor", {}),
+            "graphs": events.counters["backend.graphs"],
+            "fallbacks": events.counters["backend.fallbacks"],
+            "compiles": events.counters["inductor_compiles"],
+            "reasons": sorted({e.facts["reason"][:160] for e in events.named("backend.fallback")}),
+            "not_kept": [e.facts["reason"][:160] for e in events.named("artifact.not_kept")],
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -21,6 +21,8 @@ def attention(query, output, layer_name):
     layer, slots = context.layers[layer_name], context.metadata
     layer.cache.index_add_(0, slots, query)
     output.copy_(layer.cache[slots])
+    if layer.moves:
+        layer.cache = layer.cache.clone()
 
 
 LIBRARY.impl("attention", attention, "CPU")
@@ -31,9 +33,10 @@ torch.library.register_fake(
 
 @dataclass
 class Layer:
-    """A cache of one row a slot."""
+    """A cache of one row a slot; `moves` plants a cache that is somewhere else after each step."""
 
     cache: torch.Tensor
+    moves: bool = False
 
 
 @dataclass
@@ -169,13 +172,15 @@ class Weights:
 
 @dataclass
 class StepWeights:
-    """A step's weights, in `buffer`."""
+    """A step's weights in `buffer`, or in new memory where there is none."""
 
     value: float
     scale: float
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None = None
 
     def __call__(self, decision):
+        if self.buffer is None:
+            return Weights(torch.full((32,), self.value), self.scale)
         return Weights(self.buffer.fill_(self.value), self.scale)
 
 
@@ -283,12 +288,36 @@ def smaller(x):
     return torch.where(x > 0, x, x * 2)
 
 
+def mean_of_many(x):
+    return x + x.repeat(1, 1024).softmax(-1).mean(-1, keepdim=True)
+
+
+def without_the_sum(x):
+    return x - x.sum(0)
+
+
 class Cancelled(torch.nn.Module):
     """Sums of bfloat16 that lose all but a few bits; a compiler keeps float32 in between."""
 
     def forward(self, x):
         y = x.bfloat16()
         return ((y + 1000) * 1.01 - 1010 - y * 1.01).float()
+
+
+class Residual(torch.nn.Module):
+    """Twelve layers in bfloat16, each of which adds to the result; its end amplifies."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(12))
+        self.bfloat16().requires_grad_(False)
+
+    def forward(self, x):
+        x = x.bfloat16()
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(torch.nn.functional.rms_norm(x, (4,)))) * 4
+        return x.softmax(-1) * 100
 
 
 LIBRARY.define("doubled_type(Tensor x) -> Tensor")
@@ -373,6 +402,58 @@ def loses_writes(graph, inputs):
     return lambda *args: graph(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
 
 
+def crosses_results(graph, inputs):
+    """A compiler that exchanges the first two results of a piece."""
+
+    def run(*args):
+        first, *rest = graph(*args)
+        if rest and rest[0].shape == first.shape:
+            # it is not written yet, and its memory may hold the right numbers
+            return rest[0].fill_(2.0), first, *rest[1:]
+        return first, *rest
+
+    return run
+
+
+@dataclass
+class Nested:
+    """Metadata of `nested`: `table` a row of numbers a token, the others numbers of Python."""
+
+    table: torch.Tensor
+    extra: list
+    by_name: dict
+
+
+LIBRARY.define("nested(Tensor query, Tensor(a!) output, str field) -> ()")
+
+
+def nested(query, output, field):
+    metadata = get_forward_context().metadata
+    values = {
+        "table": lambda: metadata.table[: len(query)].sum(1, keepdim=True),
+        "extra": lambda: metadata.extra[1],
+        "by_name": lambda: metadata.by_name["scale"],
+    }
+    output.copy_(query * values[field]())
+
+
+LIBRARY.impl("nested", nested, "CPU")
+torch.library.register_fake("faulty::nested", lambda query, output, field: None, lib=LIBRARY)
+
+
+class Reading(torch.nn.Module):
+    """Its op reads one field of the metadata."""
+
+    def __init__(self, field):
+        super().__init__()
+        self.field = field
+
+    def forward(self, x):
+        output = torch.empty_like(x)
+        torch.ops.faulty.nested(x * 2, output, self.field)
+        return output + 1
+
+
 class Hooked(Tiny):
     """A hook of a module reads an attribute."""
 
@@ -380,3 +461,13 @@ class Hooked(Tiny):
         super().__init__()
         self.factor = 1.0
         self.before.register_forward_hook(lambda module, args, output: output * self.factor)
+
+
+GAIN = [1.0]
+
+
+class Global(Tiny):
+    """Reads a list of its module."""
+
+    def forward(self, x):
+        return super().forward(x) * GAIN[0]

@@ -1,10 +1,16 @@
-"""Faults to plant, one of each kind, and what bisect must say of each."""
+"""Faults to plant, one of each kind, and what bisect must say of each.
+
+`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints a
+table.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +58,7 @@ class Site:
         *,
         padding=models.Padding,
         dump=DUMP,
+        moves=False,
         **settings,
     ):
         """A case of an attention model with steps of given sizes."""
@@ -67,8 +74,29 @@ class Site:
         at = {} if "splitting" in str(settings) else {"splitting_ops": ("faulty::attention",)}
         limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
         config = self.config(**{**at, **limits, **settings})
-        layers = {"layer": models.Layer(torch.zeros(32, 4))}
+        layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
         return BisectCase(model or models.Tiny(), config, steps, layers, padding(buffer, DUMP))
+
+    def scaled(self, step, capture):
+        """A case of an op that reads a tensor and a number of the metadata."""
+        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
+        config = self.config(splitting_ops=("faulty::scaled",), **limits)
+        return BisectCase(
+            models.Scaling(),
+            config,
+            [Step((rows(4),), decode(4), step)],
+            {},
+            capture,
+        )
+
+    def reading(self, field, now, captured):
+        """A case of an op that reads a field of the metadata, which is another at the capture."""
+        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
+        config = self.config(splitting_ops=("faulty::nested",), **limits)
+        step = Step((rows(4),), decode(4), now)
+        return BisectCase(
+            models.Reading(field), config, [step], {}, lambda descriptor, mode: captured
+        )
 
     def whole(self, model, **settings):
         """A case of a model without a splitting op."""
@@ -216,11 +244,11 @@ def crossed_results(site):
     return site.case()
 
 
-def rows_that_mix(**splitting):
+def rows_that_mix(model=None, **splitting):
     def plant(site):
         # `prepare` finds such a model and never pads it; without that its rows are wrong
         site.patch.setattr(row_mixing, "known_mixed_rows", lambda *_, **__: [])
-        return site.case(models.MixedRows(), sizes=(4, 3), **splitting)
+        return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant
 
@@ -236,13 +264,15 @@ def moved_weight(site):
     return replace(it, steps=[it.steps[0], replace(it.steps[1], metadata=reload)])
 
 
+def metadata_in_new_memory(site):
+    capture = lambda descriptor, mode: models.Weights(torch.ones(32), 1.0)  # noqa: E731
+    return site.scaled(models.StepWeights(3.0, 1.0), capture)
+
+
 def frozen_host_value(site):
     buffer = torch.ones(32)
     capture = lambda descriptor, mode: models.Weights(buffer.fill_(0), 1.0)  # noqa: E731
-    limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
-    config = site.config(splitting_ops=("faulty::scaled",), **limits)
-    step = Step((rows(4),), decode(4), models.StepWeights(3.0, 7.0, buffer))
-    return BisectCase(models.Scaling(), config, [step], {}, capture)
+    return site.scaled(models.StepWeights(3.0, 7.0, buffer), capture)
 
 
 def spoiled_replay(site):
@@ -277,8 +307,33 @@ def lowered_wrongly(op, fault, *args, **settings):
     return plant
 
 
+def spoiled_by(function, *args, **settings):
+    """The fault is a compiler."""
+    return lambda site: site.case(*args, compiler=site.compiler(function), **settings)
+
+
 def lost_writes(site):
     return site.whole(models.Cached(), compiler=site.compiler(models.loses_writes))
+
+
+def a_wider_table(site):
+    memory = torch.ones(24)
+    step, capture = (
+        models.Nested(memory[: 8 * width].view(8, width), [1.0, 2.0], {"scale": 1.0})
+        for width in (3, 2)
+    )
+    return site.reading("table", step, capture)
+
+
+def another_value(field):
+    def plant(site):
+        table = torch.ones(8, 2)
+        capture, step = (
+            models.Nested(table, [1.0, value], {"scale": value}) for value in (2.0, 7.0)
+        )
+        return site.reading(field, step, capture)
+
+    return plant
 
 
 def changed_before_a_step(model, change):
@@ -302,6 +357,10 @@ def changed_before_a_step(model, change):
 
 def set_factor(model, number):
     model.factor = 4.0 if number == 1 else 1.0
+
+
+def set_gain(model, number):
+    models.GAIN[0] = 4.0 if number == 1 else 1.0
 
 
 def case(*args, **settings):
@@ -353,6 +412,8 @@ FAULTS = [
           says="another result the second time"),
     Fault("rows mix; split at named ops", rows_that_mix(splitting_ops=("faulty::attention",)),
           "PIECEWISE", "mean", 1, says=_MIXED),
+    Fault("rows mix; split at a pattern", rows_that_mix(splitting_ops=("faulty::att*",)),
+          "PIECEWISE", "mean", 1, says=_MIXED),
     Fault("rows mix; split by a predicate",
           rows_that_mix(splitting_ops=(models.split_at_attention,)), "PIECEWISE", "mean", 1,
           says=_MIXED),
@@ -360,6 +421,10 @@ FAULTS = [
           says="something of an earlier step is left"),
     Fault("a weight moves between two steps", moved_weight, "PIECEWISE",
           says="MovedTensor: before.weight moved"),
+    Fault("the KV cache moves after the capture", case(moves=True, sizes=(4, 12)), "FULL",
+          says="MovedTensor: layers['layer'].cache moved"),
+    Fault("metadata is in new memory", metadata_in_new_memory, "FULL",
+          says="MovedTensor: metadata.weights moved"),
     Fault("a FULL graph froze a host value", frozen_host_value, "FULL",
           says="metadata.scale of the forward context inside a graph, which keeps the value"),
     Fault("the replay of a FULL graph is wrong", spoiled_replay, "FULL",
@@ -388,13 +453,31 @@ FAULTS = [
     Fault("a pass computes in half precision",
           case(codegen={"passes": {"in_half": models.in_half}}), "compiler",
           "sin (faulty_models.py:", 0, "in_half", "right without the pass in_half", True),
+    Fault("twelve residual layers in bfloat16",
+          lambda site: site.whole(models.Residual()), None),
     Fault("a cancellation in bfloat16", lambda site: site.whole(models.Cancelled()), None),
+    Fault("a mean of 4096 numbers", case(models.After(models.mean_of_many)), None),
     Fault("a compiler loses writes to a buffer", lost_writes, "compiler", "setitem", 0,
           says="step=0 size=8 first wrong: cache ["),
+    Fault("a compiler exchanges two results", spoiled_by(models.crosses_results), "compiler",
+          piece=0),
+    Fault("a block table is wider than at the capture", a_wider_table, "FULL",
+          says="metadata.table has another form after graphs were captured: float32[8, 2] with"),
+    Fault("a FULL graph froze a value in a list", another_value("extra"), "FULL",
+          says="metadata.extra[1] of the forward context inside a graph"),
+    Fault("a FULL graph froze a value in a dict", another_value("by_name"), "FULL",
+          says="metadata.by_name['scale'] of the forward context inside a graph"),
     Fault("what a hook reads changed", changed_before_a_step(models.Hooked, set_factor),
           "traced graph", says="`model.factor` was 1.0 at the trace and is 4.0"),
+    Fault("a global changed", changed_before_a_step(models.Global, set_gain), "traced graph",
+          says="GAIN"),
+    Fault("an op in a piece reads how long the metadata is", case(models.Counted(), sizes=(3,)),
+          "PIECEWISE", "faulty::counted", 0, says="it depends on how many rows there are, 4 or 3"),
     Fault("an op in a piece reads a number on the host", case(models.After(models.on_host)),
           "PIECEWISE", says="reads a tensor's value on the host inside a captured region (at"),
+    Fault("the sum of all rows is taken off", rows_that_mix(
+          model=models.After(models.without_the_sum), splitting_ops=("faulty::attention",)),
+          "PIECEWISE", "sum", 1, says=_MIXED),
 ]  # fmt: skip
 
 
@@ -410,3 +493,32 @@ def site_for(compiler):
 def find(fault, compiler, say=lambda _: None):
     with site_for(compiler) as site:
         return bisect(fault.plant(site), say=say)
+
+
+def main():
+    """Print a row for each fault as soon as it is known, and what the rows come to."""
+    print("| planted | stage | piece | operator, pass | the line says | s |")
+    print("|---|---|---|---|---|---|")
+    named, slowest = 0, 0.0
+    for fault in FAULTS:
+        began, found = time.perf_counter(), find(fault, "inductor")
+        seconds = time.perf_counter() - began
+        slowest, cells = max(slowest, seconds), ["no finding"] * 4
+        if found is not None:
+            piece = "-" if found.piece is None else str(found.piece)
+            cause = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
+            cells = [found.stage, piece, cause or "-", fault.says]
+        try:
+            fault.check(found)
+            named += 1
+        except AssertionError as error:
+            cells[-1] = f"NOT NAMED: {error}"
+        print("|", " | ".join([fault.what, *cells, f"{seconds:.0f}"]), "|", flush=True)
+    today = datetime.date.today().isoformat()
+    print(
+        f"\ntorch {torch.__version__}, {today}: {named} of {len(FAULTS)}, at most {slowest:.0f} s."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,15 @@ from planted_faults import FAULTS, find, site_for
 
 pytestmark = pytest.mark.compile
 
-
-OF_A_KIND = ("rows mix; split by a predicate", "a LAZY capture writes live state")
+OF_A_KIND = (
+    *("rows mix; split at a pattern", "rows mix; split by a predicate"),
+    *("the sum of all rows is taken off", "a LAZY capture writes live state"),
+    *("a FULL graph froze a value in a dict", "a FULL graph froze a host value"),
+    *("a FULL graph froze a value in a list", "metadata is in new memory"),
+    *("the KV cache moves after the capture", "a compiler exchanges two results"),
+    *("a global changed", "twelve residual layers in bfloat16", "a mean of 4096 numbers"),
+    "an op in a piece reads how long the metadata is",
+)
 """Faults that have the line of another one."""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
+import engine_faults
 import shadow_scenes as scenes
 
 pytestmark = pytest.mark.heavy
@@ -23,6 +24,14 @@ def test_what_a_fault_takes_out_of_service_and_what_its_file_shows(scene, tmp_pa
     assert seen.wrong["out_of_service"] == scene.out_of_service, seen.wrong
     assert Path(seen.wrong["file"]).exists()
     assert scene.bisect in seen.bisect
+
+
+@pytest.mark.parametrize("fault", engine_faults.FAULTS, ids=lambda fault: fault.what)
+def test_what_the_tools_say_of_a_fault_of_an_engine(fault):
+    seen = engine_faults.look(fault)
+    assert seen.found != "nothing"
+    assert seen.names(fault) == bool(fault.names), seen
+    assert not seen.false(fault), seen
 
 
 def test_right_steps_under_inductor():
