@@ -78,7 +78,7 @@ class DummyBatch:
         """
         context.decision = None
         context.num_tokens = self.descriptor.num_tokens
-        self.renew(context, metadata_for)
+        context.metadata = metadata_of(metadata_for, self.descriptor, self.mode)
         layers, inputs = context.layers, self.inputs
         try:
             with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
@@ -92,22 +92,22 @@ class DummyBatch:
             known = ", ".join(map(str, layers)) or "none"
             raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
 
-    def renew(self, context: ForwardContext, metadata_for: MetadataFor | None) -> None:
-        """Make the metadata of the batch, anew."""
-        context.metadata = self._metadata(metadata_for) if metadata_for else None
 
-    def _metadata(self, metadata_for: MetadataFor) -> Any:
-        try:
-            return metadata_for(self.descriptor, self.mode)
-        except torch.OutOfMemoryError:
-            raise  # not an error of the caller: a smaller batch may fit
-        except Exception as error:
-            raise MetadataFailed(
-                where=error_line(error),
-                mode=self.mode.name,
-                num_tokens=self.descriptor.num_tokens,
-                reason=f"{type(error).__name__}: {first_line(error)}",
-            ) from error
+def metadata_of(
+    metadata_for: MetadataFor | None, descriptor: BatchDescriptor, mode: RuntimeMode
+) -> Any:
+    """The metadata of a dummy batch; None without a function that makes it."""
+    try:
+        return metadata_for(descriptor, mode) if metadata_for else None
+    except torch.OutOfMemoryError:
+        raise  # not an error of the caller: a smaller batch may fit
+    except Exception as error:
+        raise MetadataFailed(
+            where=error_line(error),
+            mode=mode.name,
+            num_tokens=descriptor.num_tokens,
+            reason=f"{type(error).__name__}: {first_line(error)}",
+        ) from error
 
 
 class DummyBatches:
@@ -125,7 +125,6 @@ class DummyBatches:
         """`codes` are those of the call forms. `around` gives what is entered while a batch runs.
         `emit` emits an event."""
         self.metadata_for: MetadataFor | None = None
-        self._batch: DummyBatch | None = None
         self.context = context
         self._plan = plan
         self._codes = codes
@@ -157,7 +156,6 @@ class DummyBatches:
             raise self._refused
         try:
             in_context = batch.in_context(self.context, self.metadata_for)
-            self._batch = batch
             with self._around(), in_context as views:
                 if is_first:
                     with agreeing(agreement):
@@ -172,14 +170,11 @@ class DummyBatches:
             if error.facts["left"] == STAYS:
                 self._refused = error
             raise
-        finally:
-            self._batch = None
         self._checked.add(kind)
 
-    def renew(self) -> None:
-        """Make the metadata of the batch that runs anew."""
-        if self._batch is not None:
-            self._batch.renew(self.context, self.metadata_for)
+    def renew_metadata(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> None:
+        """Inside `batch`: give the context other metadata of the same batch."""
+        self.context.metadata = metadata_of(self.metadata_for, descriptor, mode)
 
     def _run_twice(
         self, code: ModelCode, views: tuple[Tensor, ...], state: Mapping[str, Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from ...compile.plan.compiled_model import CompiledModel
@@ -78,7 +79,7 @@ class GraphSet:
                     modules={id(module): path for path, module in modules},
                     notes=self._parts.notes(),
                     constant=constant_storages(compiled),
-                    renew=self._dummies.renew,
+                    renew=partial(self._dummies.renew_metadata, entry.descriptor, entry.mode),
                 )  # fmt: skip
                 recording.metadata = self._dummies.context.metadata
         except (CaptureFailed, DummyStepFailed, ModelChanged) as error:

@@ -63,13 +63,13 @@ class OpLog(LightDispatchMode):
             self._held.append(weak_storage(tensor))
         return self._numbers[place]
 
-    def _text(self, tensor: Tensor | ScriptObject) -> str:
-        if isinstance(tensor, ScriptObject):  # such as a group: a new one for each call
+    def _text(self, argument: Tensor | ScriptObject) -> str:
+        if isinstance(argument, ScriptObject):  # such as a group: a new one for each call
             return "an object"
-        if storage_id(tensor) not in self._numbers:
-            self._unseen[self._number(tensor)] = len(self.calls), weak_storage(tensor)
-        place = f"#{self._number(tensor)}+{tensor.storage_offset()}"
-        return f"{place} {tensor.dtype} {tensor.shape} {tensor.stride()}"
+        if storage_id(argument) not in self._numbers:
+            self._unseen[self._number(argument)] = len(self.calls), weak_storage(argument)
+        place = f"#{self._number(argument)}+{argument.storage_offset()}"
+        return f"{place} {argument.dtype} {argument.shape} {argument.stride()}"
 
     def end(self) -> None:
         """The run has ended: see what is kept."""

@@ -61,7 +61,7 @@ def record(
     renew: Callable[[], object] = lambda: None,
 ) -> Recording:
     """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity,
-    `constant` storages that `fn` does not write to. `renew` makes the metadata of the context anew.
+    `constant` storages that `fn` does not write to. `renew` gives the context other metadata.
 
     PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
     run raises. After an error no graph is open or kept.

@@ -148,7 +148,8 @@ class Skeleton:
             else:
                 names[f"k{index}"] = decode(constant.value)
             differs = f"_pg_type({value}) is not _pg_type(k{index}) or {value} != k{index}"
-            if names[f"k{index}"] == 0:  # 0.0 is not -0.0
+            # 0.0 is not -0.0
+            if isinstance(names[f"k{index}"], float | complex) and not names[f"k{index}"]:
                 differs += f" or str({value}) != str(k{index})"
             if constant.is_default or names[f"k{index}"] is None:
                 differs = f"{value} is not k{index}"

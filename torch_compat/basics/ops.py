@@ -281,9 +281,7 @@ def registered_rules() -> dict[str, Any]:
     found = {}
     for name, table in _TABLES.items():
         for op, rule in getattr(sys.modules.get(name), table, {}).items():
-            function = rule
-            while wrapped := getattr(function, "__wrapped__", None):
-                function = wrapped
+            function = inspect.unwrap(rule) if hasattr(rule, "__wrapped__") else rule
             code = getattr(function, "__code__", None)
             if code is not None and not is_torch_file(code.co_filename):
                 found[f"{name}[{op}]"] = function

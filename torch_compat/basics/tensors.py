@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -213,16 +213,12 @@ class OwnFunctionMode(TorchFunctionMode):
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Run without the dispatch modes of this thread and our function mode; those of others stay."""
-    own = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    own = own if isinstance(own, OwnFunctionMode) else None
-    with own_export_modes(), _disable_current_modes():
-        if own is not None:
-            own.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            if own is not None:
-                own.__enter__()  # type: ignore[no-untyped-call]
+    with own_export_modes(), _disable_current_modes(), ExitStack() as stack:
+        mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if isinstance(mode, OwnFunctionMode):
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            stack.callback(mode.__enter__)
+        yield
 
 
 def last_modes() -> tuple[Any, Any]:

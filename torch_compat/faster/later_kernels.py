@@ -117,10 +117,13 @@ def _units(kernels: Sequence[_Kernel]) -> list[list[_Kernel]]:
     """Kernels that are built together: by the same command, and not too much of them."""
     units: list[list[_Kernel]] = []
     for kernel in kernels:
-        unit = [*units.pop(), kernel] if units else [kernel]
-        commands, size = {each.command() for each in unit}, sum(len(each.text) for each in unit)
-        units += [unit] if len(commands) == 1 and size <= UNIT_BYTES else [unit[:-1], [kernel]]
-    return list(filter(None, units))
+        last = units[-1] if units else []
+        is_small = sum(len(each.text) for each in [*last, kernel]) <= UNIT_BYTES
+        if last and is_small and last[0].command() == kernel.command():
+            last.append(kernel)
+        else:
+            units.append([kernel])
+    return units
 
 
 def _build(unit: Sequence[_Kernel]) -> None:
