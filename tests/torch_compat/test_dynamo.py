@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,45 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes):
     guard = next(guard for guard in found.guards if "SCALE" in guard.expression)
     assert guard.kind in ("CONSTANT_MATCH", "EQUALS_MATCH")  # the second in torch 2.11
     assert str(guard.where).partition(":")[0] == __file__
+
+
+names_during_the_trace: list = []
+
+
+@torch.compiler.assume_constant_result
+def looks():
+    names_during_the_trace.append(set(globals()))
+    return 2
+
+
+class Looking(Scaled):
+    def forward(self, x):
+        return super().forward(torch.relu(x)) | {"twice": x * looks() * SCALE}
+
+
+def test_a_trace_writes_no_name_into_the_module_of_the_function(monkeypatch):
+    """Another thread may go through the names just then."""
+    before = set(globals())
+    for model in (Scaled(), Looking()):
+        found = captured(model, torch.zeros(5, 2))
+        assert any(guard.expression == "G['SCALE']" for guard in found.guards)
+        assert not any(__name__ in module for module in found.aliases.values())
+        assert any(name.startswith("__builtins_dict__") for name in found.global_scope)
+        assert set(globals()) == before
+    assert names_during_the_trace == [before]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("forward", [partial, lambda forward: SimpleNamespace(call=forward).call])
+def test_a_forward_that_is_no_method(forward, hooked):
+    model = Scaled()
+    model.forward = forward(model.forward)
+    replaced = model.forward
+    if hooked:
+        model.register_forward_hook(lambda module, args, result: {"y": result["y"] + 1})
+    found = captured(model, torch.zeros(5, 2))
+    assert model.forward is replaced
+    assert [node.op for node in found.graph.graph.nodes].count("call_function") == 3 + hooked
 
 
 def test_model_without_tensor_operations_has_no_graph():

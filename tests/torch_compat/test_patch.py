@@ -59,6 +59,17 @@ def test_replaced_attributes_come_back_as_they_were():
     assert vars(Owner)["name"] is before
 
 
+def test_a_function_with_other_globals_is_called_in_the_same_way():
+    more = 1
+
+    def added(x, y=2, *, z=3):
+        return x, y, z, more, os
+
+    other = patch.with_globals(added, {"os": "another"})
+    assert other(1) == (1, 2, 3, 1, "another")
+    assert added(1)[-1] is os
+
+
 def test_cache_variables_set_inside_are_gone(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)

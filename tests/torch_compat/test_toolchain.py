@@ -117,14 +117,16 @@ def made_headers(monkeypatch):
     from torch._inductor import codecache
 
     made = []
+    half = toolchain.MAX_HEADER_BYTES // 2
 
     def precompile(header, command):
-        path = f"{codecache._HEADER_DIR}/{header}"
+        directory = globals()["_HEADER_DIR"]  # of the module that it stands in
+        path = f"{directory}/{header}"
         if not os.path.exists(f"{path}.gch"):
-            made.append(codecache._HEADER_DIR)
-            os.makedirs(codecache._HEADER_DIR, exist_ok=True)
+            made.append(directory)
+            os.makedirs(directory, exist_ok=True)
             with open(f"{path}.gch", "wb") as file:
-                file.truncate(toolchain.MAX_HEADER_BYTES // 2)
+                file.truncate(half)
         return path
 
     monkeypatch.setattr(codecache._precompile_header, "__wrapped__", precompile)

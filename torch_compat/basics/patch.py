@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -103,6 +104,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+def with_globals(function: Any, names: dict[str, Any]) -> FunctionType:
+    """A function that reads and writes `names` where `function` does its globals."""
+    code, defaults = function.__code__, function.__defaults__
+    made = FunctionType(code, names, function.__name__, defaults, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 class _OfEachThread:

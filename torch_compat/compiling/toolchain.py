@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..basics.patch import compiler_lock, preserve_cache_variables, replaced
+from ..basics.patch import compiler_lock, preserve_cache_variables, replaced, with_globals
 
 
 def cpp_compiler() -> str | None:
@@ -135,8 +135,10 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         yield
         return
     directory = toolchain / "precompiled_headers"
-    # torch's own function remembers headers that were made in other directories
-    build = functools.cache(inspect.unwrap(codecache._precompile_header))
+    here = {"_HEADER_DIR": str(directory), "_HEADER_LOCK_DIR": f"{directory}/locks"}
+    original = inspect.unwrap(codecache._precompile_header)
+    # torch's own cache has headers that were made in other directories
+    build = functools.cache(with_globals(original, vars(codecache) | here))
 
     def precompile(header: str, *command: Any, **options: Any) -> str:
         before = set(directory.glob("*.gch"))
@@ -148,12 +150,7 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
             _remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
         return plain
 
-    with (
-        replaced(codecache, "_HEADER_DIR", str(directory)),
-        replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
-        replaced(codecache, "_precompile_header", precompile),
-        _complete_headers(),
-    ):
+    with replaced(codecache, "_precompile_header", precompile), _complete_headers():
         yield
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from ..basics.facts import UNGUARDED, GuardFact
 from ..basics.frames import is_user_file, user_line
-from ..basics.patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
+from ..basics.patch import (
+    compiler_lock,
+    dynamo_lock,
+    preserve_cache_variables,
+    replaced,
+    with_globals,
+)
 from ..basics.symbolic import release_shape_environments
 from .inlined import Inlined, inlined_calls
 
@@ -167,20 +174,19 @@ def capture_full_graph(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | None:
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
-    from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
+    from torch._dynamo.convert_frame import fullgraph_capture
 
-    with _forward_as_function(model):
-        function, bound = get_traced_fn(model)
-        with (
-            inlined_calls() as inlined,
-            _state_changes() as changes,
-            _without_new_names(function.__globals__),
-            _parts_of_values_guarded(),
-            _assertions_of_sizes_kept(),
-        ):
-            output = fullgraph_capture(model, args, kwargs)
-            runtime = output.graph_capture_output.get_runtime_env()
-            global_scope = dict(function.__globals__)
+    function, bound = _traced_function(model)
+    with (
+        _own_globals(function) as traced,
+        inlined_calls() as inlined,
+        _state_changes() as changes,
+        _parts_of_values_guarded(),
+        _assertions_of_sizes_kept(),
+    ):
+        forward = traced if bound is None else MethodType(traced, bound)
+        output = fullgraph_capture(forward, args, kwargs)
+        runtime = output.graph_capture_output.get_runtime_env()
     own_kwargs = inspect.getfullargspec(function).varkw
     if output.backend_input is None:
         return None
@@ -194,7 +200,7 @@ def capture_full_graph(
     facts = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in guards}
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
-        names = vars(builtins) | global_scope  # torch 2.11 asks for builtins, too
+        names = vars(builtins) | traced.__globals__  # torch 2.11 asks for builtins, too
         forward: Callable[..., Any] = runtime.forward_callable(
             graph_name, compiled_fn, extra_globals=names
         )
@@ -209,25 +215,45 @@ def capture_full_graph(
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
-        global_scope=global_scope,
+        global_scope=traced.__globals__,
         changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
 
 
-@contextmanager
-def _without_new_names(names: dict[str, Any]) -> Iterator[None]:
-    """Remove, at the end, the names that Dynamo adds to the globals of the user's module.
+def _traced_function(model: torch.nn.Module) -> tuple[Any, object | None]:
+    """What Dynamo traces of a model, and the model if that is a method of it."""
+    from torch._dynamo.convert_frame import get_traced_fn
 
-    One of them holds the graph. `torch.compile` removes them together with the code that it makes;
-    a full-graph capture leaves them.
-    """
-    before = set(names)
     try:
-        yield
-    finally:
-        for name in names.keys() - before:
-            if name.startswith("__"):
-                del names[name]
+        return get_traced_fn(model)
+    except RuntimeError:  # its forward is no function and no method, such as a partial
+        forward = model.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call, None
+
+
+@contextmanager
+def _own_globals(function: FunctionType) -> Iterator[FunctionType]:
+    """The function with a copy of its globals, also in what it calls of the same file.
+
+    Dynamo writes names into the globals of the function that it traces, and a full-graph capture
+    leaves them there: one holds the graph. Another thread may go through these globals just then,
+    as `torch.fx.symbolic_trace` does.
+    """
+    from torch._dynamo.variables.functions import UserFunctionVariable
+
+    shared, own = function.__globals__, dict(function.__globals__)
+    original = UserFunctionVariable.get_globals
+
+    def get_globals(self: Any) -> dict[str, Any]:
+        found = original(self)
+        return own if found is shared else found
+
+    with replaced(UserFunctionVariable, "get_globals", get_globals):
+        yield with_globals(function, own)
 
 
 @contextmanager
@@ -278,24 +304,6 @@ def _assertions_of_sizes_kept() -> Iterator[None]:
     kept = {each: keeping(handlers[each]) for each in (torch._check, torch._assert)}
     with replaced(kind, "_get_handlers", staticmethod(lambda: handlers | kept)):
         yield
-
-
-@contextmanager
-def _forward_as_function(model: torch.nn.Module) -> Iterator[None]:
-    """Dynamo takes functions and methods only: make another callable, such as a partial, one."""
-    forward = vars(model).get("forward")
-    if forward is None or inspect.isroutine(forward):
-        yield
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    model.forward = call
-    try:
-        yield
-    finally:
-        model.forward = forward
 
 
 def _local_scope(function: Any, bound: Any, args: Any, kwargs: Any) -> dict[str, Any]:
