@@ -8,17 +8,15 @@ from concurrent.futures import Executor
 import torch
 
 from ..compile.ir.compilation import ExampleArguments
-from ..compile.ir.locations import first_line
 from ..compile.pipeline import find_model, gc_paused
 from ..compile.plan.compiled_model import CompiledModel
 from ..config import Config, resolve_graph_mode
-from ..errors import InvalidSetting
 from ..events import Events
-from ..torch_compat.basics.modules import allocated
 from ..torch_compat.basics.tensors import without_modes
 from .assemble import look_beside_steps, mixed_rows_finder
 from .core.allowed_work import allow_compilation
 from .core.records import Records
+from .setup.loading import with_memory
 from .setup.model_policy import ModelPolicy
 from .setup.request import compile_request
 from .setup.switches import resolve_config
@@ -47,19 +45,11 @@ def compile_ahead(
     bundle unchanged. Raises what `prepare` raises.
     """
     records = Records(events)
-    if device is None or not isinstance(model, torch.nn.Module):
+    with with_memory(model, device):
         stored = build_libraries(model, config, records, examples, executor)
-        if stored:
-            _look_at_padding(model, config, records, examples)
-        return stored
-    try:
-        there = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidSetting(
-            name="device", value=device, reason=first_line(error), expected='such as "cuda:0"'
-        ) from error
-    with allocated(model, there):
-        return build_libraries(model, config, records, examples, executor)
+    if stored and device is None:
+        _look_at_padding(model, config, records, examples)
+    return stored
 
 
 def build_libraries(

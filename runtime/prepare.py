@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .core.report import mode_reasons
 from .core_model import CoreModel
 from .forward_context import ForwardContext
 from .prepared_model import PreparedModel
+from .setup.loading import compile_before_weights
 from .setup.model_policy import ModelPolicy, find_bucket_holes
 from .setup.remarks import remarks
 from .setup.request import compile_request
@@ -44,6 +46,8 @@ def prepare(
     ranks: Ranks | None = None,
     input_buffers: Mapping[str, torch.Tensor] | None = None,
     executor: Executor | None = None,
+    weights: Callable[[], object] | None = None,
+    device: torch.device | str | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
@@ -57,6 +61,9 @@ def prepare(
     `executor` compiles pieces beside this process, on this machine or on others: any executor of
     `concurrent.futures`, such as those of Dask, Ray or MPI. A process whose settings or versions
     differ refuses, and what it cannot compile is compiled here. None is a pool of own workers.
+    `weights` is called when the code of a model without weights is in the cache, and returns when
+    they are loaded. `device` is where they will be, if those of `model` are on the meta device; a
+    model on this device must not be loaded into before the call.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that names the problem with the model or the settings.
@@ -92,7 +99,10 @@ def prepare(
             plan_digest=plan.digest,
         )
         exchange = exchange_of(ranks)
-        request = compile_request(model, config, records, examples, exchange, executor)
+        request_of = partial(compile_request, model, config, records, examples, exchange, executor)
+        if weights is not None:
+            compile_before_weights(request_of, model, device, weights)
+        request = request_of()
         owned = tuple(input_buffers or {})
         policy_of = ModelPolicy(
             config, resolved, request.device, records, owned, mixed_rows_finder(request.cache)

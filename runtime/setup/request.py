@@ -59,7 +59,8 @@ def compile_request(
             name="model",
             value=type(model).__name__,
             reason="its weights are on the meta device, where they have no values",
-            expected="a loaded model, or for compile_ahead the device that its weights will be on",
+            expected="a loaded model, or the device that its weights will be on: "
+            "compile_ahead(device=…), prepare(weights=…, device=…)",
         )
     return CompileRequest(
         model,

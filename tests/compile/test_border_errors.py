@@ -125,13 +125,6 @@ def test_result_of_a_plain_class_is_named_as_the_result(compiled):
         compiled(Body(lambda m, x: Opaque(m.linear(x))), inputs=X)
 
 
-def test_vllm_38675_weights_on_the_meta_device():
-    with torch.device("meta"):
-        model = nn.Linear(4, 4)
-    with pytest.raises(InvalidSetting, match="meta device"):
-        prepare(model, Config(inputs={"input": "float32[num_tokens, 4]"}))
-
-
 def test_settings_must_be_a_config():
     with pytest.raises(InvalidSetting, match=r"Config\(\*\*"):
         prepare(nn.Linear(4, 4), {"max_num_tokens": 4})
