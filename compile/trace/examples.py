@@ -10,7 +10,8 @@ import inspect
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -267,9 +268,11 @@ def _built(
 
 def _container(value: Any, kind: Any = None) -> Any:
     """Nested dicts of tensors as `kind`, a dataclass or NamedTuple that the forward's annotation
-    names; else as lists where the keys are the positions of one."""
+    names, alone or beside None; else as lists where the keys are the positions of one."""
     if not isinstance(value, dict):
         return value
+    if isinstance(kind, UnionType):
+        kind = next(each for each in get_args(kind) if each is not NoneType)
     if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields")):
         fields = get_type_hints(kind)
         given = {name: _container(item, fields.get(name)) for name, item in value.items()}

@@ -311,6 +311,8 @@ def _form(item: UserInput, plan: Plan) -> str:
 
 def _fixed(name: str, traced: Any, value: Any) -> None:
     text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    if len(text) > 100:  # what holds tensors shows their numbers
+        text = f"an object of class {type(value).__qualname__}"
     raise ArgumentFixed(name=name, value=text, traced=traced)
 
 

@@ -212,7 +212,8 @@ torch.export.register_dataclass(States)
 
 
 class TakesObjects(nn.Module):
-    def forward(self, pair: Pair, states: States) -> torch.Tensor:
+    def forward(self, pair: Pair, states: States | None = None) -> torch.Tensor:
+        assert states is not None
         return pair.states.hidden * states.scale + states.hidden + pair.bias
 
 

@@ -52,10 +52,16 @@ CASES: dict[str, dict[str, Any]] = {
             "prompt_lookup_min": 1,
         }
     },
+    "qwen3, embeddings": {"enable_prompt_embeds": True},
+    "deepstack": {"hf_overrides": {"architectures": ["DeepstackForCausalLM"]}},
     "qwen3, two ranks": {**TWO_PROCESSES, "tensor_parallel_size": 2},
     "qwen3, two stages": {**TWO_PROCESSES, "pipeline_parallel_size": 2},
 }
 """Options of the engine by family and feature. Only SmolLM2 is trained."""
+IDS = {"input_ids": "int32[num_tokens]", "positions": "int64[num_tokens]"}
+ROWS = {f"deepstack_input_embeds.tensors.deepstack_input_embeds_{n}": "float32[num_tokens, 64]"
+        for n in range(2)}  # fmt: skip
+SETTINGS: dict[str, dict[str, Any]] = {"deepstack": {"inputs": [IDS, IDS | ROWS]}}
 EAGER: dict[str, dict[str, Any]] = {
     "qwen3, two stages": {"compilation_config": {"mode": 2, "backend": "eager"}}
 }
@@ -123,6 +129,7 @@ class Engines:
             settings = {
                 **NO_COMPILER,
                 **({"steps": {"after_seal": "raise"}} if job["kinds"] else {}),
+                **SETTINGS.get(case, {}),
             }
             self.jobs[case] = {**job, "engine": {**engine, **alone}, **planted}
             self.jobs[f"{case}, prepared"] = {**job, "engine": engine, "settings": settings}
@@ -165,6 +172,25 @@ def test_results_are_those_of_vllm(engines, case):
     assert prepared["explained"] > 1000
     assert "piecegraph_steps_total" in prepared["metrics"]
     assert prepared["served_metrics"].count("piecegraph_serving_uncompiled{") == workers
+
+
+def test_a_model_that_is_called_in_two_forms(engines):
+    """With what an image adds to the first layers, and without: pieces behind them are equal. A
+    form that is not listed runs uncompiled."""
+    jobs = engines.jobs
+    one = {**jobs["deepstack, prepared"], "settings": NO_COMPILER}
+    jobs["deepstack, one form"] = one
+    names = ("deepstack", "deepstack, prepared", "deepstack, one form")
+    alone, prepared, unlisted = engines(*names)
+    assert prepared["made"] == unlisted["made"] == alone["made"]
+    report = prepared["report"]
+    assert report["counters"]["dynamo_traces"] == 2
+    assert (report["pieces"]["total"], report["pieces"]["unique"]) == (8, 4)
+    steps = [
+        sum(row["count"] for row in each["report"]["dispatch"]) for each in (prepared, unlisted)
+    ]
+    assert steps[0] > steps[1] + 20
+    assert engines.log.count("a step is not as it was prepared") == 1
 
 
 @pytest.mark.parametrize("family", WRAPPED)

@@ -31,7 +31,7 @@ os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())  # workers
 import torch
 from checkpoints import decisive, smollm2_prompts, write_smollm2
 from prometheus_client import generate_latest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -43,11 +43,14 @@ from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
-from vllm import LLM, SamplingParams
+from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.forward_context import get_forward_context
 from vllm.ir import set_default_torch_wrap
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models.moss_audio import MossQwen3ForCausalLM
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.sequence import IntermediateTensors
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 import piecegraph
@@ -96,6 +99,31 @@ def prompts(family: str, folder: Path) -> list[dict[str, list[int]]]:
     own = (1, 5, 17, 60)
     return [
         {"prompt_token_ids": (shared if i % 3 == 0 else []) + tokens(own[i % 4])} for i in range(64)
+    ]
+
+
+class DeepstackForCausalLM(MossQwen3ForCausalLM):
+    """vLLM's decoder of MOSS-Audio. As there, a step has tensors for its first layers only if some
+    token of it asks for them: here each third id, whose embedding they are."""
+
+    def forward(self, input_ids: Any, positions: Any, **more: Any) -> Any:
+        asks, added = input_ids % 3 == 0, None
+        if get_forward_context().attn_metadata is not None and asks.any():
+            rows = self.model.embed_input_ids(input_ids) * asks.unsqueeze(1)
+            names = ("deepstack_input_embeds_0", "deepstack_input_embeds_1")
+            added = IntermediateTensors({name: rows * n for n, name in enumerate(names, 1)})
+        return self.model(input_ids, positions, deepstack_input_embeds=added, **more)
+
+
+ModelRegistry.register_model("DeepstackForCausalLM", DeepstackForCausalLM)
+
+
+def as_embeddings(requests: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """`requests`, every second one by its rows of the embedding, which are none of a token."""
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    return [
+        {"prompt_embeds": table[each["prompt_token_ids"]] * 1.1} if number % 2 else each
+        for number, each in enumerate(requests)
     ]
 
 
@@ -219,6 +247,8 @@ def generated(llm: LLM, job: dict[str, Any], folder: Path) -> list[Any]:
     """The tokens of each request, or its embedding, then the tokens of one prompt for each kind."""
     requests = prompts(job["family"], folder / job["family"])
     options = job.get("engine", {})
+    if options.get("enable_prompt_embeds"):
+        requests = as_embeddings(requests, folder / job["family"])
     if options.get("runner") == "pooling":
         return [each.outputs.embedding for each in llm.embed(requests, use_tqdm=False)]
     lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None

@@ -15,7 +15,7 @@ import gc
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import partial
@@ -49,7 +49,14 @@ from ... import (
     prepare,
 )
 from ...compile.ir.ops import is_registered
-from ...errors import ArgumentFixed, BundleMissing, BundleStale, InputMismatch, SizeOutOfRange
+from ...errors import (
+    ArgumentFixed,
+    BundleMissing,
+    BundleStale,
+    CallFormUnknown,
+    InputMismatch,
+    SizeOutOfRange,
+)
 from ...runtime.core.allowed_work import allow_compilation
 from ...runtime.tensors_by_path import tensors_by_path
 from ..explain import explain
@@ -62,6 +69,9 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 log = logging.getLogger("piecegraph")
+
+# between pipeline stages, and what a vision tower adds to the first layers
+torch.export.register_dataclass(IntermediateTensors)
 
 
 def capture_context(device: torch.device) -> AbstractContextManager[Any]:
@@ -101,8 +111,6 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         config_for(self.vllm_config, {})  # raises InvalidSetting for a wrong setting
         super().load_model(**options)
         _log_as_vllm_does()
-        if self.parallel_config.pipeline_parallel_size > 1:
-            torch.export.register_dataclass(IntermediateTensors)
         if self.model_config.enforce_eager:
             self._refuse("enforce_eager is set")
             return
@@ -243,9 +251,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         names = inspect.signature(module.forward).parameters
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors, group = tensors_in(arguments), get_tp_group()
-        # the second where transformers has the model, which is then the module that is compiled
-        positions = next(tensors[n] for n in ("positions", "position_ids") if n in tensors)
-        num_tokens = positions.shape[-1]
+        num_tokens = tensors[positions_among(tensors)].shape[-1]
         inputs = {name: InputForm(value, num_tokens) for name, value in tensors.items()}
         events = Events()
         # a context without a step: the model may find its layers in it
@@ -255,10 +261,12 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         ):
             config = config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()})
             passes = {**passes_of(self.vllm_config), **config.codegen.passes}
+            example = with_tensors(arguments, {n: e.example for n, e in inputs.items()})
             prepared = prepare(
                 module,
                 config.changed(**{"codegen.passes": passes}),
-                examples=((), with_tensors(arguments, {n: e.example for n, e in inputs.items()})),
+                # several call forms, which the user lists, are built from them
+                examples=None if isinstance(config.inputs, tuple) else ((), example),
                 events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
             )
@@ -356,6 +364,20 @@ def passes_of(vllm_config: VllmConfig) -> dict[str, GraphPass]:
     }
 
 
+def positions_among(names: Collection[str]) -> str:
+    """The argument that each call has: the second where transformers has the model."""
+    return next(name for name in ("positions", "position_ids") if name in names)
+
+
+def forms_by_tensors(config: Config) -> dict[frozenset[str], int]:
+    """The number of each call form by the tensors that it has; none if there is only one."""
+    forms = config.inputs if isinstance(config.inputs, tuple) else ()
+    return {
+        frozenset(name for name, spec in form.items() if spec): number
+        for number, form in enumerate(forms)
+    }
+
+
 class InputForm:
     """One tensor argument: its spec, and an example with a number of tokens nothing depends on."""
 
@@ -400,8 +422,9 @@ def steps_through(
     """A forward that runs steps of the prepared form, and others as `module` alone would."""
     forward, most_reqs = module.forward, prepared.config.max_num_reqs
     names = tuple(inspect.signature(forward).parameters)
-    place, counted = next((n, name) for n, name in enumerate(names) if name in inputs)
-    axis = inputs[counted].axis
+    counted = positions_among(inputs)
+    place, axis = names.index(counted), inputs[counted].axis
+    forms = forms_by_tensors(prepared.config)
     warned = set[str]()
     on_device = current_platform.is_cuda_alike()
     capturing = torch.cuda.is_current_stream_capturing if on_device else bool
@@ -409,16 +432,20 @@ def steps_through(
     def step(*args: Any, **kwargs: Any) -> Any:
         if get_forward_context().skip_compiled:
             return forward(*args, **kwargs)
-        tokens = args[place] if place < len(args) else kwargs.get(counted)
-        num_tokens = tokens.shape[axis] if tokens is not None else 1
-        batch = Batch(num_tokens, min(num_tokens, most_reqs))
+        tokens = args[place] if place < len(args) else kwargs[counted]
+        num_tokens = tokens.shape[axis]
+        axes = None
+        if forms:
+            tensors = tensors_in({**dict(zip(names, args, strict=False)), **kwargs})
+            axes = {"form": forms.get(frozenset(tensors), 0)}
+        batch = Batch(num_tokens, min(num_tokens, most_reqs), axes=axes)
         try:
             if capturing():  # by vLLM: nothing is captured between steps
                 decision = prepared.dispatcher.dispatch(batch, NO_GRAPHS)
             else:
                 decision = prepared.dispatch(batch)
             return prepared.run(decision, *args, **kwargs)
-        except (InputMismatch, ArgumentFixed, SizeOutOfRange) as error:
+        except (InputMismatch, ArgumentFixed, CallFormUnknown, SizeOutOfRange) as error:
             if type(error).__name__ not in warned:
                 log.warning("a step is not as it was prepared, and runs uncompiled: %s", error)
                 warned.add(type(error).__name__)

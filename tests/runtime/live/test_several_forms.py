@@ -163,6 +163,9 @@ def test_a_call_of_no_form_lists_the_forms():
         prepared(**call(1, MOST + 1), batch=batch(MOST + 1))
     with pytest.raises(ArgumentFixed):  # one form: as ever
         served(inputs=IDS, graph_mode="NONE")(**wrong, batch=batch(3))
+    longer |= {"input_ids": torch.arange(3), "inputs_embeds": None}
+    with pytest.raises(ArgumentFixed, match="'deepstack' is an object of class list, but"):
+        served(inputs=IDS, graph_mode="NONE")(**longer, batch=batch(3))
 
 
 def test_a_graph_serves_its_own_form_alone():
