@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import torch
 
 from piecegraph import Batch, Config, Events, compile_ahead, prepare
 from piecegraph.cache.inspection import manifests
+from piecegraph.cache.names import blob_name
 from piecegraph.compile.backends import in_workers
 from tests.compile import ops as _registers  # noqa: F401
 from tests.compile.models import MIX, Stack, X
@@ -81,10 +84,25 @@ def start(folder: Path, executor: Executor | None = None, most: int = 1) -> tupl
     return settings, events
 
 
-def entries(folder: Path) -> set[tuple[str, str, tuple[str, ...]]]:
-    """Kind, key and names of blobs of all that a cache holds; a kernel is named by its source."""
-    held = (manifest for manifest, _ in manifests(folder))
-    return {(each.kind, each.key.digest, tuple(sorted(each.blobs))) for each in held}
+def entries(folder: Path) -> set[tuple[str, str, str, str]]:
+    """Kind, key, blob and content of all that a cache holds; a kernel is named by its source.
+
+    Torch writes a counter of the process and addresses into code, and its folder into both: code is
+    named only, and of a kernel the machine code is its content.
+    """
+    held = set()
+    for manifest, _ in manifests(folder):
+        for name, blob in manifest.blobs.items():
+            content = blob.sha256
+            if name.endswith(".so"):
+                section = ["objcopy", "-O", "binary", "-j", ".text", folder / blob_name(content)]
+                text = subprocess.run([*section, "/dev/stdout"], check=True, capture_output=True)
+                assert len(text.stdout) > 1000
+                content = hashlib.sha256(text.stdout).hexdigest()
+            elif name.rpartition(".")[2] == "code":
+                content = ""
+            held.add((manifest.kind, manifest.key.digest, name, content))
+    return held
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +133,11 @@ def test_a_worker_that_is_killed_costs_time_only(farm, lost, tmp_path):
     compiled here."""
     with farm(1) as executor:
         worker = executor.submit(process).result(600)
-        Timer(5.0, partial(os.kill, worker, signal.SIGKILL)).start()
+        kill = Timer(5.0, partial(os.kill, worker, signal.SIGKILL))
+        kill.start()
         _, events = start(tmp_path, executor)
+        assert not kill.is_alive(), "it was killed later"
+        assert lost or executor.submit(process).result(600) != worker
     reasons = [event.facts["reason"] for event in events.named("compile.here")]
     assert any("terminated abruptly" in reason for reason in reasons) is lost, reasons
     _, warm = start(tmp_path)
