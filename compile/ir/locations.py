@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -103,6 +104,11 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
             in_piece = True
         elif file.endswith("/_dynamo/eval_frame.py"):
             in_piece = False  # but a region that the model compiles itself
-        if not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file):
+        if _is_of_user(file):
             return None if in_piece else f"{file}:{line}"
     return None
+
+
+@cache
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file)

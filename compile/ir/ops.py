@@ -21,6 +21,7 @@ from ...torch_compat.basics.ops import (
     overload_of,
 )
 from ...torch_compat.basics.tensors import (
+    LEAVES,
     FakeTensorMode,
     LightDispatchMode,
     is_fake,
@@ -134,9 +135,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     if kind is list or kind is tuple or kind is dict:  # as torch's own walk, at a tenth of the time
         items = value.values() if kind is dict else value
         return [tensor for item in items for tensor in tensors_in(item)]
-    if value is None or kind in _NUMBERS:
+    if value is None or kind in LEAVES:
         return []
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-_NUMBERS = frozenset({int, float, bool, str, torch.dtype, torch.device})

@@ -45,6 +45,11 @@ class OpLog(LightDispatchMode):
         self._held: list[StorageWeakRef] = []
         """So that no other memory has the identity of one that was freed."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions that the model compiles run compiled, and are not compiled once more."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         self._before(func)
@@ -101,6 +106,9 @@ def line_of_difference(
     if not on_any_rank(bool(different)):
         return None
     again = run_again()
+    if on_any_rank(len(again.calls) != len(plain.calls)):  # `plain` may have set something up
+        plain, again = again, run_again()
+        different = _differences(plain, noted)
     if len(again.calls) != len(plain.calls):
         return None
     different -= _differences(plain, again)

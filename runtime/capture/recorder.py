@@ -38,7 +38,7 @@ from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
-from .op_log import line_of_difference, ops_of
+from .op_log import OpLog, line_of_difference, ops_of
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, agree_before, agreeing, capture_failure
 
@@ -73,10 +73,10 @@ def record(
     metadata = HeldValues({"metadata": context and context.metadata}, depth=3)
     try:
         session.agreement.before("the run before it")
-        with agreeing(session.agreement), regions_noted(recorder.note_region):
-            fn(*inputs)
+        ops = recorder.warm_up(partial(fn, *inputs))
         metadata.restore()  # a step has its own: what is derived from it is in the graph
-        recorder.choose_noting(fn, inputs, metadata.restore)
+        if ops is not None:
+            recorder.choose_noting(fn, inputs, metadata.restore, ops)
         renew()  # also what is kept elsewhere, by the identity of the metadata
         recorder.see_context()
     except BaseException:
@@ -201,19 +201,27 @@ class Recorder:
         if (context := CURRENT.get()) is not None:
             self._context = CaptureContext(context, self._notes)
 
+    def warm_up(self, run: Callable[[], object]) -> OpLog | None:
+        """Run what is to be captured. At the first capture of a kind, its operators."""
+        notes, agreement = self._notes, self._session.agreement
+        with regions_noted(self.note_region):
+            if notes is None or CURRENT.get() is None or self.breaks in notes.kept.compared:
+                with agreeing(agreement):
+                    run()
+                return None
+            ops = ops_of(run, partial(agree_before, agreement))
+        return None if self._has_regions else ops
+
     def choose_noting(
-        self, fn: Fn, inputs: tuple[Tensor, ...], restore: Callable[[], None]
+        self, fn: Fn, inputs: tuple[Tensor, ...], restore: Callable[[], None], plain: OpLog
     ) -> None:
-        """At the first capture of a kind: note in a way in which the same operators run as without.
+        """Note in a way in which the same operators run as without, which are `plain`.
 
         Raises ReadNotKept if there is none. All ranks make as many runs: what one of them has to
         look at again is run again on all.
         """
-        notes, context = self._notes, CURRENT.get()
-        if notes is None or context is None or self._has_regions:
-            return
-        if self.breaks in notes.kept.compared:
-            return
+        notes = self._notes
+        assert notes is not None
 
         def run(call: Fn = fn) -> None:
             self._forms.clear()
@@ -224,7 +232,6 @@ class Recorder:
             return bool(self._session.agreement.before("the choice of how to note", found))
 
         log = partial(ops_of, before=partial(agree_before, self._session.agreement))
-        plain = log(run)
         while True:
             self._noted_run = notes
             try:

@@ -122,6 +122,20 @@ def test_leaves_have_keys_positions_and_names_as_paths():
     ]
 
 
+def test_a_tree_is_mapped_as_torch_maps_it():
+    class Pair(NamedTuple):
+        one: Any
+        other: Any
+
+    x = torch.ones(2)
+    tree = (x, [1, None, "a"], {"b": Pair(x, torch.Size([2])), "a": torch.float32}, slice(x))
+    torchs = torch.utils._pytree.tree_map_only
+    for kinds, fn in ((torch.Tensor, lambda each: "x"), ((int, type(None)), str)):
+        mapped = tensors.tree_map_only(kinds, fn, tree)
+        assert repr(mapped) == repr(torchs(kinds, fn, tree))
+        assert list(mapped[2]) == ["b", "a"]
+
+
 def test_an_alias_of_an_inference_tensor_is_a_normal_tensor():
     with torch.inference_mode():
         made = torch.rand(3, 4)[1:, ::2]

@@ -152,6 +152,8 @@ def scalar_and_size_arguments(op: Any, args: Any, kwargs: Any) -> tuple[list[Any
 
 def mutated_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of a call of `op` that it writes to."""
+    if not is_mutable(op):
+        return []
     return [value for value, written in given_arguments(op, args, kwargs) if written]
 
 

@@ -44,9 +44,9 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
-    tree_map_only,
     tree_unflatten,
 )
+from torch.utils._pytree import tree_map_only as map_any_tree
 
 from .devices import autocast_devices
 from .patch import own_export_modes
@@ -95,6 +95,21 @@ def under_this_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
         fn = under_autocast(fn, (device, torch.get_autocast_dtype(device), True, cache))
     return fn
 
+
+def tree_map_only(kinds: Any, fn: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with `fn` of each leaf that is one of `kinds`: as torch's own, in less time."""
+    if isinstance(value, kinds):
+        return fn(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([tree_map_only(kinds, fn, each) for each in value])
+    if kind is dict:
+        return {key: tree_map_only(kinds, fn, each) for key, each in value.items()}
+    return value if value is None or kind in LEAVES else map_any_tree(kinds, fn, value)
+
+
+LEAVES = frozenset({int, float, bool, str, torch.dtype, torch.device})
+"""Classes of which no value has anything inside."""
 
 VALUE_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 """Reads of values that a device waits for, and that a mode for functions alone sees."""

@@ -47,6 +47,8 @@ class HostCopies(TorchFunctionMode):
             return func(*args, **given)
         if func in VALUE_READS:
             raise value_read(func)
+        if not self._on_host and any(isinstance(each, Tensor) for each in args):
+            return func(*args, **given)
         used = memory_of((args, given))
         if used and not self._on_host:
             return func(*args, **given)

@@ -54,7 +54,8 @@ class Tape(TensorTracker):
         self._strict = strict
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before: list[tuple[Any, ...]] = []
+        """Arguments of `write_back`."""
         self._value_reads: list[HostReadInCapture] = []
         self._ops_in_pieces = 0
 
@@ -67,7 +68,7 @@ class Tape(TensorTracker):
         self.refuse(func, args, kwargs, used)
         self.ownership.find(used, self.bakes, user_line)
         written = memory_of(list(written_by(func, args, kwargs)))
-        self._save(written)
+        self._save(written, _rows_written(func, args))
         recorded = len(self.operations)
         result = self.run(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
@@ -89,12 +90,13 @@ class Tape(TensorTracker):
         It may use its arguments as scratch memory, but for constant ones.
         """
         with without_modes():
-            used = memory_of(args)
-            self.ownership.find(used, self.bakes)
-            self._save(used)
+            with torch.DisableTorchFunction():  # modes for functions are for the piece alone
+                used = memory_of(args)
+                self.ownership.find(used, self.bakes)
+                self._save(used)
             result = self.seen(fn, args)
-            fresh = self.fresh(result, used)
-            self._record(fn, args, {}, result, fresh)
+            with torch.DisableTorchFunction():
+                self._record(fn, args, {}, result, self.fresh(result, used))
         return result
 
     def refuse(self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]) -> None:
@@ -147,11 +149,17 @@ class Tape(TensorTracker):
         args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
         self.operations.append(_operation(partial(fn, *args, **kwargs), result, fresh))
 
-    def _save(self, tensors: list[Tensor]) -> None:
-        """Keep for `undo` what tensors from outside hold that may be written."""
+    def _save(self, tensors: list[Tensor], rows: tuple[int, Tensor] | None = None) -> None:
+        """Keep for `undo` what tensors from outside hold that may be written: all or some rows."""
         for tensor in tensors:
-            if storage_id(tensor) not in self.made and not self.ownership.is_constant(tensor):
+            if storage_id(tensor) in self.made or self.ownership.is_constant(tensor):
+                continue
+            if rows is None:
                 self._before.append((tensor.detach(), tensor.clone()))
+            else:
+                dim, index = rows[0], rows[1].remainder(tensor.size(rows[0]))
+                content = tensor.index_select(dim, index)
+                self._before.append((tensor.detach(), content, dim, index))
 
     @property
     def made_bytes(self) -> int:
@@ -169,6 +177,18 @@ class Tape(TensorTracker):
         for saved in reversed(self._before):
             write_back(*saved)
         self._before.clear()
+
+
+def _rows_written(func: OpOverload, args: Any) -> tuple[int, Tensor] | None:
+    """The dimension and the rows, if `func` writes to some rows alone: as large as a KV cache is,
+    no more of it is copied."""
+    if func is torch.ops.aten.index_copy_.default:
+        return args[1], args[2]
+    if func is torch.ops.aten.index_put_.default:
+        stated = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+        if len(stated) == 1 and stated[0][1].dim() == 1 and stated[0][1].dtype is torch.int64:
+            return stated[0]
+    return None
 
 
 def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:

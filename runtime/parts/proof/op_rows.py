@@ -14,7 +14,6 @@ from torch import Tensor
 from ....compile.guards.tolerance import differences, precision
 from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
-from ....torch_compat.basics.ops import is_mutable
 from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
 
 _SOURCE = "<source of a piece>"
@@ -36,7 +35,7 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         where = self._place() if self._source else user_line()
-        written = written_by(func, args, kwargs or {}) if is_mutable(func) else ()
+        written = written_by(func, args, kwargs or {})
         if self.written_at is None and not self._given.isdisjoint(map(storage_id, written)):
             self.written_at = where
         self.ops.append((where, [tensor.clone() for tensor in tensors_in(result)]))
@@ -77,7 +76,7 @@ class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given = set(map(storage_id, tensors_in(args)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = written_by(func, args, kwargs or {}) if is_mutable(func) else ()
+        written = written_by(func, args, kwargs or {})
         foreign = func.namespace not in ("aten", "prims")
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if foreign or draws or not self._given.isdisjoint(map(storage_id, written)):

@@ -987,6 +987,21 @@ def test_memory_that_compiled_code_makes_is_no_other_operator():
     assert line_of_difference(log(lambda: torch.ones(2)), plain, again, bool) is not None
 
 
+def test_a_first_run_that_sets_something_up_is_no_other_operator():
+    """The run that it is compared with is made again: a difference of the noted run is found."""
+    ready = []
+
+    def run(noted=False):
+        if not ready:
+            ready.append(torch.ones(3))
+        return torch.zeros(2 + noted)
+
+    log = partial(ops_of, before=bool)
+    plain, same, other = log(run), log(run), log(partial(run, True))
+    assert line_of_difference(same, plain, partial(log, run), bool) is None
+    assert "test_step_reads" in line_of_difference(other, plain, partial(log, run), bool)
+
+
 def test_ranks_meet_before_each_collective_of_a_run_whose_operators_are_logged(tmp_path):
     """Each call is given a new object for its group, which is no other operator."""
     dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=1, rank=0)
