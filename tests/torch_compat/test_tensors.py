@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from piecegraph.torch_compat.basics import tensors
 from piecegraph.torch_compat.basics.tensors import (
@@ -217,6 +219,32 @@ def test_forms_of_several_tensors_are_tested_at_once():
     assert not test(torch.ones(2, 4), torch.ones(4, dtype=torch.int64))
     assert not test(torch.ones(2, 3), torch.ones(4, dtype=torch.int32))
     assert not test(torch.ones(2, 3, dtype=torch.float64), torch.ones(4, dtype=torch.int64))
+    test = tensors.form_test([torch.zeros(2, 3), torch.zeros(())], any_rows=True)
+    assert test(torch.ones(4, 3), torch.ones(()))
+    assert not test(torch.ones(3, 2).t(), torch.ones(()))
+
+
+def test_reads_of_values_and_of_memory_are_told_apart():
+    one, copies = torch.ones(()), copy.deepcopy
+    for call, values, memory in (
+        (lambda: one.numpy(), True, True),
+        (lambda: torch.tensor([one, 2.0]), True, True),
+        (lambda: torch.tensor(data=[1.0]), False, False),
+        (lambda: one + 1, False, False),
+        (lambda: copies(one), False, True),
+        (lambda: torch.from_dlpack(one), False, True),
+    ):
+        seen: list[tuple[bool, bool]] = []
+
+        class Sees(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                given = func, args, kwargs or {}
+                seen.append((tensors.reads_values(*given), tensors.reads_memory(*given)))  # noqa: B023
+                return func(*args, **(kwargs or {}))
+
+        with Sees():
+            call()
+        assert tuple(map(any, zip(*seen, strict=True))) == (values, memory)
 
 
 def test_tensors_inside_a_function_transform_are_known():

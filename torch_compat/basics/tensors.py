@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -47,6 +47,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils._pytree import tree_map_only as map_any_tree
+from torch.utils.dlpack import from_dlpack
 
 from .devices import autocast_devices
 from .patch import own_export_modes
@@ -111,17 +112,39 @@ def tree_map_only(kinds: Any, fn: Callable[[Any], Any], value: Any) -> Any:
 LEAVES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 """Classes of which no value has anything inside."""
 
-VALUE_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
-"""Reads of values that a device waits for, and that a mode for functions alone sees."""
-
-HOST_READS = VALUE_READS | frozenset(
+_VALUE_READS = frozenset(
     {
-        *(Tensor.__dlpack__, Tensor.__deepcopy__),
+        *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__),
+        *(Tensor.apply_, Tensor.map_, Tensor.map2_),
+        *(Tensor.__float__, Tensor.__index__),  # `torch.Tensor([t])`
         # of what serializes a tensor, it alone asks for these
         Tensor._backward_hooks.__get__,  # type: ignore[union-attr]
     }
 )
-"""Reads of memory on the host that a mode for functions sees, and no dispatch mode."""
+_OF_NUMBERS: frozenset[Any] = frozenset(
+    {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor, Tensor.new}
+)
+"""Make a tensor of numbers, also of those in a list of tensors."""
+
+
+def reads_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function reads values, for which a device waits: of those reads that a mode for
+    functions alone sees. `torch.from_dlpack` reads none."""
+    if func is Tensor.__dlpack__:
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not from_dlpack.__code__:
+            frame = frame.f_back
+        return frame is None
+    if func in _OF_NUMBERS:
+        lists = [each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)]
+        return any(isinstance(each, Tensor) for each in tree_leaves(lists))
+    return func in _VALUE_READS
+
+
+def reads_memory(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function reads memory on the host, which no dispatch mode sees."""
+    copies = func in (Tensor.__deepcopy__, Tensor.__dlpack__)
+    return copies or reads_values(func, args, kwargs)
 
 
 def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:
@@ -158,17 +181,22 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def form_test(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function of as many tensors: whether each has the class, dtype, device and sizes of these.
+def form_test(tensors: Sequence[Tensor], any_rows: bool = False) -> Callable[..., bool]:
+    """A function of as many tensors: whether each has the class, dtype, device and sizes of these,
+    and is negated or conjugated as these are. With `any_rows` the first size may differ, and
+    strides may not.
 
     One call of torch's C++ instead of ten attribute reads. It may be False for equal forms, for
     example in inference mode or where gradients are required.
     """
-    sizes = [list(tensor.shape) for tensor in tensors]
-    any_strides: Any = [[None] * tensor.dim() for tensor in tensors]
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [[None] * tensor.dim() for tensor in tensors]
+    if any_rows:
+        sizes = [[None, *size[1:]] if size else [] for size in sizes]
+        strides = [list(tensor.stride()) for tensor in tensors]
     guards: Any = TensorGuards
     test: Callable[..., bool] = guards(
-        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=any_strides
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
     return test
 

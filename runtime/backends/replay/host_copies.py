@@ -1,8 +1,8 @@
 """Copies from the host, and reads on it, inside a capture that a CPU does not show.
 
 `torch.arange(n).to(x.device)` makes a tensor on the host and copies it to the device, which no
-capture on a device can do. On a CPU both are in one memory, and `.to` does nothing. `tolist()` and
-`numpy()` wait for a device; on a CPU they call no operator.
+capture on a device can do. On a CPU both are in one memory, and `.to` does nothing. `tolist()`,
+`numpy()` and `torch.tensor([t])` wait for a device; on a CPU they call no operator.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ....compile.ir.locations import user_line
 from ....errors import HostCopyInCapture, HostReadInCapture
 from ....torch_compat.basics.ops import is_op
 from ....torch_compat.basics.tensors import (
-    VALUE_READS,
     StorageWeakRef,
     has_default_device,
+    reads_values,
     storage_id,
     weak_storage,
 )
@@ -45,7 +45,7 @@ class HostCopies(TorchFunctionMode):
         given = kwargs or {}
         if not self._is_open() or is_op(func):
             return func(*args, **given)
-        if func in VALUE_READS:
+        if reads_values(func, args, given):
             raise value_read(func)
         if not self._on_host and any(isinstance(each, Tensor) for each in args):
             return func(*args, **given)
@@ -75,11 +75,13 @@ class ValueReads(TorchFunctionMode):
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in VALUE_READS:
+        given = kwargs or {}
+        if reads_values(func, args, given):
             self._note(value_read(func))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **given)
 
 
 def value_read(func: Any) -> HostReadInCapture:
-    """The error of `tolist`, `numpy`, and what numpy calls, as in `np.asarray`."""
-    return HostReadInCapture(where=user_line(), op=f"{func.__name__}()")
+    """The error of `tolist`, `torch.tensor([t])`, `numpy`, and what numpy and pickle call."""
+    name = "pickle" if func.__name__ == "__get__" else f"{func.__name__}()"
+    return HostReadInCapture(where=user_line(), op=name)

@@ -34,11 +34,11 @@ from ....torch_compat.basics.ops import (
     run_kernel,
 )
 from ....torch_compat.basics.tensors import (
-    HOST_READS,
     FakeTensorMode,
     LightDispatchMode,
     OwnFunctionMode,
     last_modes,
+    reads_memory,
     storage_id,
     tree_flatten,
     tree_leaves,
@@ -293,9 +293,10 @@ class _HostReads(OwnFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         queue = self._queue()
-        if queue is not None and func in HOST_READS:
-            queue.read_on_host(args)
-        return func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if queue is not None and reads_memory(func, args, given):
+            queue.read_on_host((args, given))
+        return func(*args, **given)
 
 
 def _leave_ended() -> None:

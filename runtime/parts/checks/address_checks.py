@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from ....compile.ir.serialization import dtype_name
 from ....errors import HostValueChanged, MovedTensor, MovedWeight, StaleContext
 from ....torch_compat.basics.modules import Place, place_reader
-from ....torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
+from ....torch_compat.basics.tensors import (
+    form_test,
+    has_plain_memory,
+    is_used,
+    subclass_parts,
+    weak_storage,
+)
 from ...forward_context import ForwardContext
 from ...tensors_by_path import tensors_by_path
 from .step_reads import ALL_EVERY, STEPS_WITH_ALL, facts_of, reader
@@ -197,7 +203,7 @@ class HostValue:
 
 
 def _raise_moved(
-    name: str, then: Place | None, now: Place | None, error: type[MovedTensor] = MovedTensor
+    name: str, then: Any, now: Any, error: type[MovedTensor] = MovedTensor
 ) -> NoReturn:
     """Name what differs: the address, or else the form."""
     change = "moved"
@@ -205,11 +211,16 @@ def _raise_moved(
         recorded, current = (hex(p[0]) if p is not None and p[0] else "freed" for p in (then, now))
     else:
         change = "has another form"
-        recorded, current = (
-            f"{dtype_name(of_dtype)}{list(shape)} with strides {tuple(strides)}"
-            for _, shape, strides, of_dtype in (then, now)
-        )
+        recorded, current = map(_form_text, (then, now))
     raise error(name=name, change=change, recorded=recorded, now=current)
+
+
+def _form_text(place: tuple[Any, ...]) -> str:
+    _, shape, strides, dtype, *views = place
+    names = [
+        f"{name} " for name, is_so in zip(("conjugated", "negated"), views, strict=False) if is_so
+    ]
+    return f"{''.join(names)}{dtype_name(dtype)}{list(shape)} with strides {tuple(strides)}"
 
 
 def _attributes(tensor: Tensor | None) -> Iterable[str]:
@@ -250,15 +261,9 @@ class MetadataAddresses:
         self._every = max(ALL_EVERY, 4 * len(read))
         paths = list({id(tensor): path for path, tensor in read.items()}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
-        self._in_turn = cycle(map(self._comparison, parts or [[]]))
-        self._all = self._comparison(list(read))
+        self._in_turn = cycle([_Group(part, read, names) for part in parts or [[]]])
+        self._all = _Group(list(read), read, names)
         self._steps = 0
-
-    def _comparison(self, paths: Sequence[str]) -> tuple[Callable[..., Any], tuple[Place, ...]]:
-        """What reads the places of the tensors at `paths`, without their rows, and those places."""
-        place = "((t := {}).data_ptr(), t.shape[1:], t.stride(), t.dtype)"
-        expected = tuple(_without_rows(self._expected[path]) for path in paths)
-        return reader(map(place.format, paths), self._names), expected
 
     def __bool__(self) -> bool:
         return bool(self._expected)
@@ -277,10 +282,11 @@ class MetadataAddresses:
         where there is none."""
         self._steps += 1
         in_turn = self._steps > STEPS_WITH_ALL and self._steps % self._every
-        read, places = next(self._in_turn) if in_turn else self._all
-        facts = facts_of(context)
+        group = next(self._in_turn) if in_turn else self._all
+        facts, now = facts_of(context), ()
         try:
-            if read(*facts) == places:
+            now = group.read(*facts)
+            if group.fits(*now) and (*map(Tensor.data_ptr, now),) == group.addresses:
                 return
         except (AttributeError, LookupError, TypeError):  # metadata of another form
             pass
@@ -288,12 +294,14 @@ class MetadataAddresses:
             if not isinstance(now, Tensor):
                 raise StaleContext(reader="a kernel", fact=path, recorded="a tensor", now=now)
             _raise_moved(path, then, _place(now))
+        if all(map(Tensor.numel, now)):  # the same form in another mode, such as inference mode
+            group.fits = _fits(now)
 
     def moved(self, context: ForwardContext) -> list[str]:
         """Paths of the layers' tensors that are in another place."""
         return [path for path, _, _ in self._moved(facts_of(context)) if path.startswith("layers")]
 
-    def _moved(self, facts: tuple[Any, ...]) -> Iterator[tuple[str, Place, Any]]:
+    def _moved(self, facts: tuple[Any, ...]) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         """What is in another place: its path, its place at the capture, and what is there now."""
         for path, then in self._expected.items():
             try:
@@ -306,6 +314,25 @@ class MetadataAddresses:
                 yield path, then, now
 
 
+class _Group:
+    """Tensors that are compared at once: what reads them, and what tests their form."""
+
+    def __init__(
+        self, paths: Sequence[str], tensors: Mapping[str, Tensor], names: Mapping[str, Any]
+    ) -> None:
+        expected = [tensors[path] for path in paths]
+        self.read = reader(paths, names)
+        self.fits = _fits(expected)
+        self.addresses = (*map(Tensor.data_ptr, expected),)
+
+
+def _fits(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A test for the form of `tensors` but for their rows. False where each is to be looked at."""
+    if not tensors or not all(map(has_plain_memory, tensors)):
+        return lambda *now: not now
+    return form_test(tensors, any_rows=True)
+
+
 METADATA_PER_STEP = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 
@@ -316,11 +343,12 @@ def metadata_tensors(metadata: Any) -> dict[str, Tensor]:
     return {path: t for path, t in tensors_by_path("metadata", metadata) if _is_plain(path)}
 
 
-def _place(tensor: Tensor) -> Place:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    views = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *views
 
 
-def _without_rows(place: Place) -> Place:
+def _without_rows(place: tuple[Any, ...]) -> tuple[Any, ...]:
     return place[0], place[1][1:], *place[2:]
 
 

@@ -17,12 +17,13 @@ import builtins
 import functools
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from enum import Enum
 from functools import partial
+from inspect import getmro
 from numbers import Number
 from threading import Lock, get_ident
 from types import (
@@ -102,6 +103,8 @@ class Observer:
         self._stand_ins: dict[int, Any] = {}
         self._written = set[tuple[int, Any]]()
         self._of_modules = set[int]()
+        self._derived: dict[int, tuple[Callable[[], Any], list[Tensor]]] = {}
+        """By identity of a tensor that was computed: the tensors that were handed out for it."""
         self._held: list[Any] = [root]  # identities are unique while the objects live
         self._kinds = {type(root)}
 
@@ -117,7 +120,10 @@ class Observer:
 
     def forget(self) -> None:
         """Observe nothing any more. A stand-in may outlive the capture."""
-        held = (self._paths, self._stand_ins, self._written, self._of_modules, self._held)
+        held = (
+            *(self._paths, self._stand_ins, self._written, self._of_modules, self._held),
+            self._derived,
+        )
         for holds in (*held, self._kinds):
             holds.clear()
 
@@ -194,6 +200,29 @@ class Observer:
                     texts = [*map(key, args), *(f"{n}={key(v)}" for n, v in kwargs.items())]
                     name += f"({', '.join(texts)})"
                 self._noting.value(f"{path}.{name}", value)
+        for base in self._derived_from(tensor):
+            self.tensor_fact(base, "shape", None, base.shape)
+
+    def tensor_part(self, tensor: Tensor, name: str, value: Any) -> None:
+        """An attribute of a tensor was read that is None, a tensor, or something of torch."""
+        with self._path_of(tensor, None) as path:
+            if path is not None and (value is None or isinstance(value, Tensor)):
+                self._hand_out(f"{path}.{name}", value)
+            elif path is not None:
+                self._noting.value(f"({path}.{name} is None)", False)
+
+    def derived(self, tensors: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """`tensors` were computed from `given`: their sizes follow from the sizes of these."""
+        bases = [self._derived_from(each) or [each] for each in given]
+        if bases and all(id(each) in self._paths for base in bases for each in base):
+            for tensor in tensors:
+                if id(tensor) not in self._paths:
+                    held = [each for base in bases for each in base]
+                    self._derived[id(tensor)] = ref(tensor), held
+
+    def _derived_from(self, tensor: Tensor) -> list[Tensor]:
+        alive, bases = self._derived.get(id(tensor), (type(None), []))
+        return bases if alive() is tensor else []
 
     def _hand_out(self, path: str, value: Any) -> Any:
         """Note what `value` is; returns it, or what stands in for it."""
@@ -203,14 +232,14 @@ class Observer:
             noting.value(path, value)
             if isinstance(value, type):
                 self._of_class(value)
-            elif kind not in LEAVES and not isinstance(value, Enum):
+            elif kind not in LEAVES:
                 self._keep(path, value)  # a class of one's own may have attributes
-        elif isinstance(value, Tensor):
-            self._tensor(path, value)
         elif known is not None and not isinstance(value, tuple):  # equal ones may be one
             if path != known:
                 noting.value(f"({path} is {known})", True)
             return self._stand_ins.get(id(value), value)
+        elif isinstance(value, Tensor):
+            self._tensor(path, value)
         elif kind is dict or kind is SimpleNamespace:
             if self._nothing_stands_in:
                 self._keep(path, value)
@@ -238,10 +267,10 @@ class Observer:
         self._noting.form(path, tensor)
         if not tensor.numel():  # no memory to compare: a step has no rows either
             self._noting.value(f"{path}.numel()", 0)
-        if id(tensor) not in self._paths:
-            self._know(path, tensor)
-            if tensor.__dict__:
-                self._attributes(path, tensor)
+        self._know(path, tensor)
+        rarely, self._noting.rarely = self._noting.rarely, not tensor.__dict__
+        self._attributes(path, tensor)  # of most there are none
+        self._noting.rarely = rarely
 
     def _opaque(self, path: str, value: Any) -> None:
         """Note an object of a class, or what C code has made."""
@@ -350,7 +379,7 @@ class Observer:
 
     def _of_class(self, kind: type) -> None:
         """Note what Python reads of a class unseen, as in `type(x).scale`."""
-        for base in kind.__mro__[:-1]:
+        for base in (*kind.__mro__[:-1], *getmro(type(kind))[:-2]):
             self._statics(base)
 
     def _statics(self, holder: Any) -> None:
@@ -398,11 +427,15 @@ def _names(holder: Any, attribute: str) -> Collection[str]:
     return (names,) if isinstance(names, str) else names
 
 
+def is_value(kind: type) -> bool:
+    """Whether `==` of C code compares objects of a class: equal ones may be one object, or two."""
+    hashed: Any = kind.__hash__
+    return not isinstance(hashed, _HASHES) and hashed is not object.__hash__
+
+
 def _has_content(kind: type) -> bool:
     """Whether `==` of C code, or the items that were noted, compare objects of a class."""
-    hashed: Any = kind.__hash__
-    compared = not isinstance(hashed, _HASHES) and hashed is not object.__hash__
-    return compared or issubclass(kind, _CONTAINERS)
+    return is_value(kind) or issubclass(kind, _CONTAINERS)
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,14 +17,14 @@ from types import BuiltinMethodType, MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, TypedStorage, UntypedStorage
 from torch.overrides import TorchFunctionMode
 
 from ....errors import ReadNotKept, StaleContext
 from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
 from ...forward_context import CURRENT, ForwardContext
-from .observer import Observer
+from .observer import Observer, is_value
 from .observer import __file__ as _OBSERVER
 
 _OURS = (__file__, _OBSERVER, Mapping.get.__code__.co_filename, torch.overrides.__file__)
@@ -147,6 +147,8 @@ class StepReads:
             (self._seldom if self.rarely else self._each).classes[path] = type(value)
             if isinstance(value, Tensor):
                 self.tensors[path] = value
+            if not is_value(type(value)):
+                self._seldom.apart.append(path)
 
     def identity(self, path: str, value: Any) -> None:
         self._objects[f"id({path})"] = value
@@ -156,6 +158,7 @@ class StepReads:
         for each in (path, f"repr({path})"):
             self._seldom.values.pop(each, None)
         self._seldom.classes.pop(path, None)
+        self._seldom.apart = [each for each in self._seldom.apart if each != path]
 
     def refuse(self, path: str, reason: str) -> NoReturn:
         self._is_new(path)
@@ -180,9 +183,9 @@ class StepReads:
         """Compare a step's. Raises StaleContext for what the graph has another of."""
         facts = facts_of(context)
         self._steps += 1
+        self._compare(self._each, facts)
         if self._steps <= STEPS_WITH_ALL or self._steps % ALL_EVERY == 0:
             self._compare(self._seldom, facts)
-        self._compare(self._each, facts)
 
     def check_all(self, context: ForwardContext, tensors: object = None) -> None:
         """As `check` does in the first steps."""
@@ -205,6 +208,10 @@ class StepReads:
             now = self._read(path, facts)
             if type(now) is not kind:
                 self._raise(path, _Text(f"a {kind.__qualname__}"), now, facts)
+        first: dict[int, str] = {}
+        for path, now in zip(read.apart, reader(read.apart, self.names)(*facts), strict=True):
+            if (other := first.setdefault(id(now), path)) != path:
+                self._raise(path, _Text("an object of its own"), _Text(other), facts)
 
     def _read(self, path: str, facts: tuple[Any, ...]) -> Any:
         try:
@@ -251,10 +258,14 @@ class _Read:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.classes: dict[str, type] = {}
+        self.apart: list[str] = []
+        """Paths of objects, each of which is another one."""
         self.differs: Callable[..., bool] | None = None
 
     def comparison(self, names: Mapping[str, Any]) -> Callable[..., bool]:
-        values, classes = ("".join(f"{p}, " for p in of) for of in (self.values, self.classes))
+        values, classes, apart = (
+            "".join(f"{path}, " for path in of) for of in (self.values, self.classes, self.apart)
+        )
         names = {
             **names,
             "VALUES": tuple(self.values.values()),
@@ -263,6 +274,7 @@ class _Read:
         text = (
             f"lambda {FACTS}: (v := ({values})) != VALUES"
             f" or (*map(type, v), *map(type, ({classes}))) != CLASSES"
+            f" or len({{*map(id, ({apart}))}}) != {len(self.apart)}"
         )
         differs: Callable[..., bool] = eval(text, names)
         return differs
@@ -313,12 +325,38 @@ class TensorReads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is Tensor.data_ptr:
             self._addressed.add(args[0].untyped_storage().data_ptr())
-        elif isinstance(result, _FACTS) and args and isinstance(args[0], Tensor):
-            name, is_attribute = getattr(func, "__name__", ""), False
-            if name == "__get__":
-                name, is_attribute = func.__self__.__name__, True
-            is_read = name == "__len__" or (not name.startswith("_") and hasattr(Tensor, name))
-            if is_read:
-                given = None if is_attribute else (args[1:], kwargs or {})
-                self._observer.tensor_fact(args[0], name, given, result)
+        else:
+            given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+            made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+            if given and given[0] is args[0]:
+                self._note(func, result, bool(made), args, kwargs or {})
+            self._observer.derived(made, given)
         return result
+
+    def _note(
+        self, func: Any, result: Any, made: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what is no tensor of a function's result; `made` tells whether there are some."""
+        observer, tensor, name = self._observer, args[0], getattr(func, "__name__", "")
+        is_fact = isinstance(result, _FACTS) and not made
+        if name == "__get__":
+            name = func.__self__.__name__
+            if is_fact:
+                observer.tensor_fact(tensor, name, None, result)
+            elif name not in _VIEWS:
+                observer.tensor_part(tensor, name, result)
+        elif isinstance(result, UntypedStorage | TypedStorage):
+            size = tensor.untyped_storage().nbytes()
+            observer.tensor_fact(tensor, "untyped_storage().nbytes()", None, size)
+        elif made and type(result) in (tuple, list):  # as many as the tensor has in a dimension
+            at = 1 if name in ("unbind", "__iter__") else 2
+            dim = kwargs.get("dim", args[at] if len(args) > at else 0)
+            observer.tensor_fact(tensor, f"shape[{dim}]", None, tensor.shape[dim])
+        elif is_fact and (
+            name == "__len__" or (not name.startswith("_") and hasattr(Tensor, name))
+        ):
+            observer.tensor_fact(tensor, name, (args[1:], kwargs), result)
+
+
+_VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}
+"""Attributes of a tensor that are its memory in another form."""

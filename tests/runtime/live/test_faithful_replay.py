@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,7 +80,38 @@ def from_cpu(x, out):
     out.fill_(float(x.cpu().numpy().sum()))
 
 
-VALUE_READS = (listed, as_array, copied_array, from_cpu)
+def in_a_list(x, out):
+    out.copy_(torch.tensor([x[0, 0]])[0])
+
+
+def in_a_list_of_a_method(x, out):
+    out.copy_(x.new_tensor(data=[x[0, 0]])[0])
+
+
+def in_a_list_of_a_class(x, out):
+    out.copy_(torch.Tensor([x[0, 0]])[0])
+
+
+def applied(x, out):
+    x.clone().apply_(lambda value: out.fill_(value)[0, 0].sum() and value)
+
+
+def through_dlpack(x, out):
+    out.fill_(float(np.from_dlpack(x)[0, 0]))
+
+
+def printed(x, out):
+    out.fill_(len(str(x)))
+
+
+def pickled(x, out):
+    out.fill_(len(pickle.dumps(x)))
+
+
+VALUE_READS = (
+    *(listed, as_array, copied_array, from_cpu, in_a_list, in_a_list_of_a_method),
+    *(in_a_list_of_a_class, applied, through_dlpack, printed, pickled),
+)
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -197,6 +230,18 @@ def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(op, compiler):
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
         prepared.capture()
     assert step(prepared, None).shape == (2, 4)
+
+
+@pytest.mark.parametrize("shares", [torch.asarray, torch.from_dlpack, copy.deepcopy])
+def test_a_copy_or_another_view_of_memory_reads_no_value(shares):
+    def shared(x, out):
+        out.copy_(shares(x) * 2.0)
+
+    model = Reading(break_graph(fake=lambda x, out: None)(shared))
+    config = small_config(4, compile=False, capture_sizes=(4,))
+    prepared = prepare(model, config, backend=ReplayBackend())
+    prepared.capture()
+    assert step(prepared, None).unique().tolist() == [3.0]
 
 
 class Reading(nn.Module):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from decimal import Decimal
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import count
 from operator import itemgetter
@@ -398,7 +399,14 @@ def stated(extra):
     return number
 
 
+def with_grad():
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.grad = torch.ones(2)
+    return tensor
+
+
 SPACE = SimpleNamespace
+ROWS = SPACE(t=torch.ones(2, 3)), SPACE(t=torch.ones(3, 3))
 ONE, TWO, PART, KEYS = torch.ones(1), torch.ones(1), Inner(1.0), {"k": 1}
 CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
     "a field appears": (lambda m: getattr(m, "mask", None), SPACE(), SPACE(mask=1)),
@@ -436,6 +444,22 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
     "a dtype": (lambda m: m.t.dtype, SPACE(t=torch.ones(2)), SPACE(t=torch.ones(2).half())),
     "a tensor has no rows": (lambda m: m.t, SPACE(t=torch.ones(0)), SPACE(t=torch.ones(3))),
     "an attribute of a tensor": (lambda m: m.t.scale, SPACE(t=scaled(1.0)), SPACE(t=scaled(2.0))),
+    "of a tensor made of it": (lambda m: m.t.flatten().shape[0], *ROWS),
+    "of one made of two": (lambda m: torch.cat([m.t, m.t]).shape[0], *ROWS),
+    "of a largest": (lambda m: m.t.max(0).values.shape[0], SPACE(t=torch.ones(2, 3)), SPACE(
+        t=torch.ones(2, 4))),
+    "rows one by one": (lambda m: len([*m.t]), *ROWS),
+    "columns one by one": (lambda m: len(m.t.split(1, dim=1)), SPACE(t=torch.ones(2, 3)), SPACE(
+        t=torch.ones(2, 4))),
+    "an attribute appears": (lambda m: hasattr(m.t, "scale"), SPACE(t=ONE), SPACE(t=scaled(1.0))),
+    "its gradient": (lambda m: m.t.grad, SPACE(t=torch.ones(2)), SPACE(t=with_grad())),
+    "what made it": (lambda m: m.t.grad_fn, SPACE(t=with_grad() * 2), SPACE(t=with_grad())),
+    "its storage": (lambda m: m.t.untyped_storage().nbytes(), SPACE(t=torch.ones(2)), SPACE(
+        t=torch.ones(3)[:2])),
+    "two tensors are one": (lambda m: m.a is m.b, SPACE(a=ONE, b=TWO), SPACE(a=ONE, b=ONE)),
+    "a tensor is two": (lambda m: m.a is m.b, SPACE(a=ONE, b=ONE), SPACE(a=ONE, b=TWO)),
+    "two objects are one": (lambda m: m.a is m.b, *(SPACE(a=PART, b=each) for each in (
+        Inner(1.0), PART))),
     "the sign of zero": (lambda m: math.copysign(1, m.n), SPACE(n=0.0), SPACE(n=-0.0)),
     "an empty range": (lambda m: m.n.start, SPACE(n=range(0)), SPACE(n=range(5, 5))),
     "a flag in a set": (lambda m: True in m.s, SPACE(s={1}), SPACE(s={True})),
@@ -452,8 +476,11 @@ def test_each_kind_of_change_is_noticed(change):
     read, captured, step = CHANGES[change]
     reads = noted(read, captured)
     reads.check(ForwardContext({}, metadata=copy.copy(captured)))
-    with pytest.raises(StaleContext):
+    with pytest.raises(StaleContext) as caught:
         reads.check(ForwardContext({}, metadata=step))
+    if change == "two tensors are one":
+        assert "metadata.b of" in str(caught.value)
+        assert "an object of its own, and metadata.a in this step" in str(caught.value)
 
 
 FACTS: dict[str, tuple[Callable[[Any], float], Callable[[], Any]]] = {
@@ -549,15 +576,27 @@ def test_a_number_that_equals_nothing_is_itself():
     reads.check(ForwardContext({}, metadata=SPACE(n=float("nan"))))
 
 
-class Unseen:
+class MetaUnseen(type):
+    level = 1.0
+
+
+class Unseen(metaclass=MetaUnseen):
     scale = 1.0
 
 
+class Member(Enum):
+    ONE = 1
+
+
+MEMBER: Any = Member.ONE
+MEMBER.scale = 1.0
 LIBRARY: Any = ModuleType("library")
 LIBRARY.scale = 1.0
 UNSEEN: dict[str, tuple[Callable[[Any], object], Any]] = {
     "of its class": (lambda m: type(m).scale, Unseen()),
     "of a class": (lambda m: m.kind.scale, SPACE(kind=Unseen)),
+    "of a class of classes": (lambda m: type(m).level, Unseen()),
+    "of a member": (lambda m: m.kind.scale, SPACE(kind=MEMBER)),
     "of a library": (lambda m: m.library.scale, SPACE(library=LIBRARY)),
 }
 
@@ -567,9 +606,10 @@ def test_an_attribute_that_is_read_unseen_and_changes(attribute, monkeypatch):
     read, metadata = UNSEEN[attribute]
     reads, context = noted(read, metadata), ForwardContext({}, metadata=metadata)
     reads.check(context)
-    for holder in (Unseen, LIBRARY):
-        monkeypatch.setattr(holder, "scale", 2.0)
-    with pytest.raises(StaleContext, match=r"\.scale of .* 1\.0, and 2\.0 in this step"):
+    holders = (MetaUnseen,) if attribute == "of a class of classes" else (Unseen, LIBRARY, MEMBER)
+    for holder in holders:
+        monkeypatch.setattr(holder, "scale" if holder is not MetaUnseen else "level", 2.0)
+    with pytest.raises(StaleContext, match=r"\.(scale|level) of .* 1\.0, and 2\.0 in this step"):
         reads.check(context)
 
 

@@ -16,7 +16,7 @@ from piecegraph.runtime.backends.replay.backend import ReplayBackend
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.forward_context import ForwardContext
-from piecegraph.runtime.parts.checks.address_checks import MetadataAddresses
+from piecegraph.runtime.parts.checks.address_checks import Addresses, MetadataAddresses
 from piecegraph.runtime.parts.checks.model_check import ModelCheck
 from piecegraph.runtime.parts.checks.step_reads import ALL_EVERY
 
@@ -418,6 +418,29 @@ def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(ser
         with pytest.raises(MovedTensor, match=text):
             served.prepared(x, batch=batch, metadata=given)
     served.prepared(x, batch=batch, metadata=starts)
+
+
+def test_metadata_that_is_conjugated_or_negated_where_it_lies_is_an_error():
+    values = torch.ones(2, dtype=torch.complex64)
+    for tensor, name in ((values.conj(), "conjugated"), (values.conj().imag, "negated")):
+        plain = values if name == "conjugated" else values.imag
+        addresses = MetadataAddresses({"metadata": plain}, [values.data_ptr()], {})
+        addresses.check_step(ForwardContext({}, plain), ())
+        with torch.inference_mode():
+            addresses.check_step(ForwardContext({}, plain), ())
+        with pytest.raises(MovedTensor, match=f"at capture, {name} "):
+            addresses.check_step(ForwardContext({}, tensor), ())
+
+
+def test_a_weight_that_is_conjugated_where_it_lies_is_an_error():
+    model = nn.Module()
+    model.register_buffer("table", torch.ones(2, dtype=torch.complex64))
+    addresses = Addresses(torch.Tensor.data_ptr)
+    addresses.watch_module(model, dict(model.named_buffers()))
+    snapshot = addresses.snapshot()
+    model.table = model.table.conj()
+    with pytest.raises(MovedTensor, match="at capture, conjugated "):
+        snapshot.check()
 
 
 def test_metadata_of_many_tensors_is_compared_in_turn():
