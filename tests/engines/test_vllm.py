@@ -101,6 +101,7 @@ class Engines:
                 "family": "qwen3",
                 "settings": {**NO_COMPILER, "compiler": "planted"},
             },
+            "sleeps": {"family": "qwen3", "settings": NO_COMPILER, "sleeps": True},
             "goes around": {"family": "qwen3", "settings": NO_COMPILER, "goes around": True},
             "mode NONE": {
                 "family": "qwen3",
@@ -300,6 +301,17 @@ def test_a_first_step_that_fails_falls_back(engines):
     assert engines.log.count(WARNING + "RuntimeError: the first step fails") == 1
 
 
+def test_an_engine_sleeps_and_wakes(engines):
+    """On a CPU vLLM does nothing then, and refuses its own setting for it."""
+    from vllm.platforms import current_platform
+
+    alone, slept = engines("qwen3", "sleeps")
+    assert slept["made"] == slept["after sleep"] == alone["made"]
+    assert slept["refusals"] == [None]
+    assert "sleep mode is not supported on CPU" in engines.log
+    assert not current_platform.is_sleep_mode_available()
+
+
 def test_an_engine_that_goes_around_the_prepared_model_is_named(engines):
     alone, unused = engines("qwen3", "goes around")
     assert unused["made"] == alone["made"]
@@ -372,8 +384,15 @@ def decision_table(found):
     return "".join(rows)
 
 
+SEEN: list[Any] = []
+"""The metadata of vLLM's forward context that the op has found."""
+
+
 @torch.library.custom_op("engine_tests::copied", mutates_args=())
 def copied(x: torch.Tensor) -> torch.Tensor:
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    SEEN.append(get_forward_context().attn_metadata if is_forward_context_available() else None)
     return x.clone()
 
 
@@ -403,7 +422,7 @@ def test_steps_that_vllm_captures_or_runs_uncompiled(monkeypatch, caplog):
     prepared = prepare(model, config)
     prepared.capture(integration._no_requests)
     prepared.seal()
-    step = integration.steps_through(prepared, model, {"positions": form})
+    step = integration.steps_through(prepared, model, {"positions": form}, prepared.dispatch)
 
     def modes():
         assert step(positions).tolist() == [0, 2, 4, 6]
@@ -482,6 +501,7 @@ def test_graphs_are_planned_and_captured_where_vllms_gpu_worker_does(monkeypatch
     """Its own functions say when, with a stand-in for a device: before its monitors and the freeze
     of its heap, and before it sizes its KV cache."""
     from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.forward_context import set_forward_context
     from vllm.v1.worker import gpu_worker
 
     from piecegraph.tools.integrations import vllm as integration
@@ -520,13 +540,15 @@ def test_graphs_are_planned_and_captured_where_vllms_gpu_worker_does(monkeypatch
         "vllm_config": vllm_config, "compilation_config": compilation,
         "model_config": SimpleNamespace(enforce_eager=False, seed=0, multimodal_config=None),
         "device": torch.device("cpu"), "use_v2_model_runner": False, "init_snapshot": memory,
-        "requested_memory": 1 << 30, "model_runner": Runner(model, order), "lora_config": None,
+        "requested_memory": 1 << 30, "lora_config": None,
+        "model_runner": Runner(torch.nn.Sequential(model), order),
         "randomize_dummy_inputs": False, "profiler": None,
     }  # fmt: skip
     for name in ("cache", "scheduler", "parallel", "observability"):
         worker.__dict__[f"{name}_config"] = getattr(vllm_config, f"{name}_config")
     patch(integration.PlatformWorker, "load_model", lambda self, **_: None)
-    patch(integration, "compiled_module", lambda model: model)
+    patch(integration.PlatformWorker, "sleep", lambda self, level: order.append("sleep"))
+    patch(integration, "compiled_module", lambda outer: outer[0])
     worker.load_model()
     recorded = integration.PreparedModel.capture
     patch(
@@ -547,3 +569,14 @@ def test_graphs_are_planned_and_captured_where_vllms_gpu_worker_does(monkeypatch
         "freeze_gc_heap", "enable_gpu_sync_check",
     ]  # fmt: skip
     assert len([*worker.prepared.recordings()]) == (0 if given_up else 2)
+    worker.sleep()
+    assert order[-1] == "sleep"
+    for rows in (8, 4):  # a step finds its own metadata, and the capture before it none
+        assert len(worker.prepared.recordings()) == (0 if given_up or rows == 8 else 1)
+        SEEN.clear()
+        with set_forward_context({"layer": rows}, vllm_config, num_tokens=rows):
+            assert model(torch.arange(rows)).tolist() == [2 * n for n in range(rows)]
+        assert [each for each in SEEN if each not in (None, {"layer": rows})] == []
+        assert (None in SEEN) is not given_up
+        assert SEEN[-1] is not None
+    assert len(worker.prepared.recordings()) == (0 if given_up else 2)

@@ -301,6 +301,10 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     made = generated(llm, job, folder)
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     result: dict[str, Any] = {"ready": ready, "made": made, "blocks": blocks}
+    if job.get("sleeps"):
+        llm.collective_rpc("sleep")
+        llm.collective_rpc("wake_up")
+        result["after sleep"] = generated(llm, job, folder)
     if job.get("planted"):
         result["noticed"] = noticed(llm, made, partial(generated, llm, job, folder), job["planted"])
     if job.get("wrapped"):

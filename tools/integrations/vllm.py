@@ -38,6 +38,7 @@ from ... import (
     Batch,
     BatchDescriptor,
     Config,
+    Decision,
     Events,
     GraphPass,
     PaddingLimit,
@@ -190,6 +191,21 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             except PiecegraphError as error:
                 log.warning("vLLM serves without graphs: %s", error)
 
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's sleep, without our graphs. After it they return between steps."""
+        if self.prepared is not None:
+            self.prepared.release(keep="plan")
+        super().sleep(level)
+
+    def _dispatch(self, batch: Batch) -> Decision:
+        """How to run a batch. Graphs that return are captured without the metadata of the step."""
+        prepared = self.prepared
+        assert prepared is not None
+        if not prepared.parts.strategies.between_steps:
+            return prepared.dispatch(batch)
+        with capture_context(self.device), set_forward_context(None, self.vllm_config):
+            return prepared.dispatch(batch)
+
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's step; then its metrics have ours beside them."""
         output = super().execute_model(*args, **kwargs)
@@ -230,7 +246,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             self._left = psutil.Process().memory_info().rss - before
             pieces, larger = len(self.prepared.compiled.pieces), self._left >> 20
             log.info("prepared: %d pieces; this process is %d MiB larger", pieces, larger)
-            module.forward = steps_through(self.prepared, module, inputs)
+            module.forward = steps_through(self.prepared, module, inputs, self._dispatch)
             return module(*args, **kwargs)
         except (BundleMissing, BundleStale):
             raise  # `bundle="force"` forbids that anything compiles, also vLLM
@@ -417,9 +433,12 @@ def with_tensors(
 
 
 def steps_through(
-    prepared: PreparedModel, module: torch.nn.Module, inputs: Mapping[str, InputForm]
+    prepared: PreparedModel,
+    module: torch.nn.Module,
+    inputs: Mapping[str, InputForm],
+    dispatch: Callable[[Batch], Decision],
 ) -> Callable[..., Any]:
-    """A forward that runs steps of the prepared form, and others as `module` alone would."""
+    """A forward that runs steps of the prepared forms, and others as `module` alone would."""
     forward, most_reqs = module.forward, prepared.config.max_num_reqs
     names = tuple(inspect.signature(forward).parameters)
     counted = positions_among(inputs)
@@ -443,7 +462,7 @@ def steps_through(
             if capturing():  # by vLLM: nothing is captured between steps
                 decision = prepared.dispatcher.dispatch(batch, NO_GRAPHS)
             else:
-                decision = prepared.dispatch(batch)
+                decision = dispatch(batch)
             return prepared.run(decision, *args, **kwargs)
         except (InputMismatch, ArgumentFixed, CallFormUnknown, SizeOutOfRange) as error:
             if type(error).__name__ not in warned:

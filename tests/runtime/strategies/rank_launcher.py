@@ -274,6 +274,24 @@ def one_is_wrong(ranks, odd):
     return [*seen, str(proved), str(facts["stopped"]), str(took_out)]
 
 
+def they_sleep(ranks, odd):
+    """Steps, a sleep, and steps again: all graphs are back, without `capture`."""
+    prepared = reducing(ranks, strategy="eager")
+    prepared.capture()
+    prepared.seal()
+    there = len(prepared.recordings())
+    seen = modes(prepared, 4, 2, 2, 2)
+    before = len(prepared.events.named("capture"))
+    for _ in range(2):
+        prepared.release(keep="plan")
+        assert not prepared.recordings()
+        seen += modes(prepared, 8, 2)
+        prepared.capture_idle(1e9)
+        assert len(prepared.recordings()) == there
+    back = prepared.events.named("capture")[before:]
+    return [*seen, *modes(prepared, 4), *(str(event.facts["num_tokens"]) for event in back)]
+
+
 def seconds_of_failure(prepared):
     """Capture; the seconds from the capture before the one that failed, if any, to its end."""
     before = [time.perf_counter() - prepared.events.began]
@@ -339,7 +357,7 @@ SCENES = {
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
         one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
-        one_fails_in_warm_up, one_lacks_a_layer,
+        one_fails_in_warm_up, one_lacks_a_layer, they_sleep,
     )
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ SCENES = (
     "one_fails_at_the_end-2-1", "one_fails_at_the_end-4-2",
     "one_fails_in_a_comparison-2-1", "one_fails_in_a_comparison-4-2",
     "one_fails_in_warm_up-2-1", "one_fails_in_warm_up-4-2",
-    "one_lacks_a_layer-2-1", "one_lacks_a_layer-4-2",
+    "one_lacks_a_layer-2-1", "one_lacks_a_layer-4-2", "they_sleep-2-2",
 )  # fmt: skip
 
 
@@ -183,3 +183,12 @@ def test_a_step_that_is_wrong_on_one_rank_leaves_service_on_all(outcomes, scene)
         ]  # fmt: skip
         assert (proved, stopped) == ("6", "None")
         assert took_out == "[('graph', ['PIECEWISE 4'])]"
+
+
+def test_graphs_of_two_ranks_leave_and_return_after_seal(outcomes):
+    """Each step of a sleeping rank brings its own graph back, and idle time the rest."""
+    first, second = (outcome["result"] for outcome in outcomes("they_sleep-2-2").values())
+    assert first == second
+    steps, back = first[:9], first[9:]
+    assert all(step.startswith("PIECEWISE") and step.endswith("right") for step in steps)
+    assert back == ["8", "2", "4"] * 2
