@@ -1,19 +1,27 @@
 """The engine serves what a plain forward over the whole sequence would generate."""
 
 import math
+from collections import Counter
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph.tools.engine.model import rotate
+from piecegraph import Config, prepare
+from piecegraph.tools.engine.attention import SPLITTING_OP
+from piecegraph.tools.engine.engine import ReferenceEngine
+from piecegraph.tools.engine.model import ImageDecoder, rotate
+from piecegraph.tools.engine.overlap import OverlappingEngine
 
 
-def dense_forward(model, tokens):
+def dense_forward(model, tokens, rows=None):
     """Hidden states of one sequence, without cache, op or batch."""
     positions = torch.arange(len(tokens))
     cos, sin = model.cos[positions][:, None], model.sin[positions][:, None]
     x = model.embedding(torch.tensor(tokens))
+    if rows is not None:
+        x[: len(rows)] += rows
     for layer in model.layers:
         part, h = layer.attention, layer.attention_norm(x)
         query, key, value = (
@@ -32,7 +40,7 @@ def dense_forward(model, tokens):
 
 def assert_greedy(model, request):
     """Each generated token is the best one, or as good as the best up to rounding."""
-    logits = model.logits(dense_forward(model, request.tokens))
+    logits = model.logits(dense_forward(model, request.tokens, request.image_rows))
     for place in range(request.num_prompt, len(request.tokens)):
         scores = logits[place - 1]
         assert scores[request.tokens[place]] >= scores.max() - 1e-4
@@ -135,3 +143,41 @@ def test_failure_30_metadata_is_sized_for_the_padded_batch(make_world, make_requ
     world.engine.run = check
     for _ in world.engine.serve(make_requests((3, 2), (3, 6), (2, 9), (1, 9))):
         pass
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [ReferenceEngine, OverlappingEngine])
+def test_steps_with_images_and_without_have_graphs_of_their_own(make_world, make_requests, kind):
+    world = make_world(num_blocks=11)
+    model = ImageDecoder(world.model)
+    config = Config(
+        inputs=model.call_forms(), splitting_ops=(SPLITTING_OP,), max_num_tokens=12,
+        max_num_reqs=4, capture_sizes=(1, 2, 4, 8), attention={"support": "UNIFORM_BATCH"},
+        compiler="eager", cache=False, steps={"after_seal": "raise"},
+    )  # fmt: skip
+    prepared = prepare(model, config, layers=world.layers)
+    assert prepared.report()["counters"]["dynamo_traces"] == 2
+    prepared.capture(world.buffers.padding)
+    prepared.seal()
+    engine = kind(prepared, world.model.logits, world.scheduler, world.buffers, world.clock)
+    ran = Counter()
+
+    def run(decision, *inputs, metadata):
+        ran[f"{decision.mode.name} {len(inputs)}"] += 1
+        return prepared.run(decision, *inputs, metadata=metadata)
+
+    engine.run = run
+    requests = make_requests((3, 7), (15, 5), (4, 8), (2, 9), (1, 5))
+    for request in requests[::2]:
+        request.image_rows = torch.randn(len(request.tokens), 16) * 3
+    for _ in engine.serve(requests):
+        pass
+    assert sum(step.num_preempted for step in engine.log.steps) > 0
+    assert {"PIECEWISE 2", "PIECEWISE 3", "FULL 2"} <= {*ran}
+    assert prepared.report()["pieces"]["unique"] < prepared.report()["pieces"]["total"]
+    for request in requests:
+        assert_greedy(world.model, request)
+    requests[2].image_rows *= 0  # what the tokens do not depend on would not be noticed
+    with pytest.raises(AssertionError):
+        assert_greedy(world.model, requests[2])
+    prepared.close()

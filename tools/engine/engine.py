@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -123,13 +123,18 @@ class ReferenceEngine:
         return self.prepared.dispatcher.follow(decision.graph_index, batch)
 
     def batch(self, schedule: StepSchedule) -> Batch:
-        return to_batch(schedule)
+        batch = to_batch(schedule)
+        if isinstance(self.prepared.config.inputs, tuple):
+            form = 0 if image_rows(schedule) is None else 1
+            batch = replace(batch, axes={"form": form})
+        return batch
 
     def inputs(
         self, schedule: StepSchedule, descriptor: BatchDescriptor
     ) -> tuple[torch.Tensor, ...]:
         """The model's inputs, int64: ids and positions of the real rows, and with LoRA the index
-        tensors: each row's place among the active adapters (-1: none), and these adapters."""
+        tensors: each row's place among the active adapters (-1: none), and these adapters. Behind
+        them rows of images, if the step has any."""
         shares = schedule.shares
         ids = [token for share in shares for token in share.tokens]
         positions = [at for share in shares for at in range(share.start, share.context_len)]
@@ -140,12 +145,13 @@ class ReferenceEngine:
             used = [share.request.lora for share in shares for _ in share.tokens]
             rows = [-1 if adapter is None else places[adapter] for adapter in used]
             inputs += [rows, adapters]
+        images = image_rows(schedule)
         return tuple(
             staging[: len(each)]
             .copy_(torch.tensor(each, dtype=torch.int64))
             .to(self.device, copy=True, non_blocking=True)
             for staging, each in zip(self._staging, inputs, strict=False)
-        )
+        ) + (() if images is None else (images.to(self.device),))
 
     def sampled(
         self, hidden: torch.Tensor, schedule: StepSchedule, descriptor: BatchDescriptor
@@ -184,6 +190,21 @@ def to_batch(schedule: StepSchedule) -> Batch:
         num_loras=len(adapters) + with_base if adapters else 0,
         max_query_len=max(lengths) if decode and lengths else None,
     )
+
+
+def image_rows(schedule: StepSchedule) -> torch.Tensor | None:
+    """For each token of a step the row of an image, or zeros; None if no token has one."""
+    rows = [(share, share.request.image_rows) for share in schedule.shares]
+    size = next((r.shape[1] for share, r in rows if r is not None and share.start < len(r)), None)
+    if size is None:
+        return None
+    result, end = torch.zeros(schedule.num_tokens, size), 0
+    for share, own in rows:
+        if own is not None:
+            part = own[share.start : share.context_len]
+            result[end : end + len(part)] = part
+        end += share.query_len
+    return result
 
 
 def active_adapters(schedule: StepSchedule) -> list[int]:

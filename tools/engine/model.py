@@ -140,6 +140,35 @@ class Decoder(nn.Module):
                         parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
 
 
+class ImageDecoder(nn.Module):
+    """A decoder with two call forms: a step may have rows of images, which are added to those of
+    their tokens."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        image_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        own = self.decoder
+        x = own.embedding(input_ids)
+        if image_rows is not None:
+            x = x + image_rows
+        cos, sin = own.cos[positions][:, None], own.sin[positions][:, None]
+        for layer in own.layers:
+            x = layer(x, cos, sin, None)
+        return own.norm(x)  # type: ignore[no-any-return]
+
+    def call_forms(self) -> tuple[dict[str, str], ...]:
+        weight = self.decoder.embedding.weight
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return INPUTS, {**INPUTS, "image_rows": f"{dtype}[num_tokens, {weight.shape[1]}]"}
+
+
 def rotary_table(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines (max_positions, head_dim / 2) of rotary position embedding (Su et al.)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim

@@ -13,10 +13,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from ...errors import InvalidSetting, RequestTooLong
 from .block_manager import BlockManager
 from .drafts import Drafter
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Request:
     arrival: float = 0.0
     lora: int | None = None
     sampling: SamplingParams = SamplingParams()
+    image_rows: torch.Tensor | None = None
+    """Of an image, (n, hidden size): for its first n tokens, zero where the prompt is text."""
     num_prompt: int = field(init=False)
     num_prefill: int = field(init=False)
     num_computed: int = field(init=False, default=0)
