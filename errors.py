@@ -527,6 +527,11 @@ class TensorLeftBreak(RunError):
     todo = "Return the tensor too, or write to a tensor that the model keeps: kept[:n].copy_(new)."
 
 
+class NotReplayed(RunError):
+    what = "{name}, which breaks and Python inside graphs share, {fact}: a replay runs only breaks"
+    todo = "Let the break return it, or write to a tensor that the model keeps."
+
+
 class ArgumentWritten(RunError):
     what = "{op} changes a list or dict that it is given, which a graph would not see"
     todo = "Return what it adds, or let it write to tensors."

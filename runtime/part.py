@@ -90,8 +90,8 @@ class Part:
         """What decides which graphs exist; without one all are captured at startup."""
         return None
 
-    def notes(self) -> Notes | None:
-        """Notes what Python reads of a step while one graph is captured."""
+    def notes(self, entry: PlanEntry) -> Notes | None:
+        """Notes what Python reads of a step while the graph of `entry` is captured."""
         return None
 
     def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any] | None:
@@ -203,9 +203,9 @@ class Parts:
         for part in self._parts:
             part.freed(graph)
 
-    def notes(self) -> Notes | None:
+    def notes(self, entry: PlanEntry) -> Notes | None:
         """Those of the first part that takes notes."""
-        notes = (part.notes() for part in self._parts)
+        notes = (part.notes(entry) for part in self._parts)
         return next((each for each in notes if each is not None), None)
 
     def around_dummy_batch(self) -> AbstractContextManager[Any]:

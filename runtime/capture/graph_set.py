@@ -29,7 +29,7 @@ NOTHING_BREAKS = (
 class GraphParts(Protocol):
     """What the parts of a model do about graphs; see `part.Part`."""
 
-    def notes(self) -> Notes | None: ...
+    def notes(self, entry: PlanEntry) -> Notes | None: ...
     def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any]: ...
     def installed(self, graph: InstalledGraph) -> None: ...
     def freed(self, graph: InstalledGraph) -> None: ...
@@ -77,7 +77,7 @@ class GraphSet:
                 recording = record(
                     self._recordable[code][1], views, session, name=name, breaks=breaks,
                     modules={id(module): path for path, module in modules},
-                    notes=self._parts.notes(),
+                    notes=self._parts.notes(entry),
                     constant=constant_storages(compiled),
                     renew=partial(self._dummies.renew_metadata, entry.descriptor, entry.mode),
                 )  # fmt: skip

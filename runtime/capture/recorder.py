@@ -39,7 +39,7 @@ from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .op_log import OpLog, line_of_difference, ops_of
-from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
+from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call, run_calls
 from .session import CaptureSession, agree_before, agreeing, capture_failure
 
 Fn = Callable[..., Any]
@@ -116,6 +116,8 @@ class Kept:
         """Whether objects are given as they are, and noted as a whole."""
         self.compared = set[bool]()
         """For graphs with breaks, and without: whether the operators of a run were compared."""
+        self.has_regions = False
+        """Whether the model compiles regions of its own, which must not be traced again."""
 
 
 class Notes(Protocol):
@@ -128,6 +130,10 @@ class Notes(Protocol):
 
     def open(self) -> None: ...
     def close(self) -> None: ...
+
+    def border(self, weak: Callable[[Any], Any]) -> Callable[[], None] | None:
+        """What runs in each step between the breaks around the graph that was closed, of which
+        Python does not run. `weak` is of `Recorder`."""
 
     def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
         """Entered around the recording, and the bodies of its custom ops. Adds to `addressed` the
@@ -191,6 +197,7 @@ class Recorder:
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
         self._notes = notes
+        self._first_border: Callable[[], None] | None = None
         self._noted_run: Notes | None = None
         """What notes a run that is no capture."""
         self._context: CaptureContext | None = None
@@ -210,6 +217,7 @@ class Recorder:
                     run()
                 return None
             ops = ops_of(run, partial(agree_before, agreement))
+        notes.kept.has_regions |= self._has_regions
         return None if self._has_regions else ops
 
     def choose_noting(
@@ -281,11 +289,21 @@ class Recorder:
         assert self._open is not None
         if self._notes is not None:
             self._notes.close()
+            if (border := self._notes.border(self.weak)) is not None:
+                self._add_border(border)
         capture, self._open = self._open, None
         graph = capture.end(run=run)
         self.graphs.append(graph)  # also an empty one: it owns memory
         if graph.operations:
             self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
+
+    def _add_border(self, border: Callable[[], None]) -> None:
+        """Run `border` behind the last break, or before the first one."""
+        if self.segments:
+            calls = self.segments[-1].calls
+            calls[-1] = partial(run_calls, (calls[-1], border))
+        else:
+            self._first_border = border
 
     def finish(self) -> None:
         """Close the last graph; every splitting op of the warm-up run must have been met."""
@@ -321,6 +339,9 @@ class Recorder:
             self._run_in_capture(name, call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
+        if self._first_border is not None:
+            call = partial(run_calls, (self._first_border, call))
+            self._first_border = None
         caller = calling_module(self._module_names)
         self.segments[-1].add(call, f"{name} {caller}".strip(), [name] if targets else [])
         self.begin()

@@ -35,6 +35,12 @@ def test_a_tensor_is_found_in_its_dict():
     assert modules.tensor_dict(module, "running_mean")["running_mean"] is module.running_mean
 
 
+def test_a_place_tells_whether_a_tensor_is_conjugated():
+    tensor = torch.ones(2, dtype=torch.complex64)
+    assert modules.place_of(tensor) == modules.place_of(tensor[:])
+    assert modules.place_of(tensor) != modules.place_of(tensor.conj())
+
+
 def test_places_of_replaced_tensors_and_modules_are_read():
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
     names = ("0.0.weight", "0.0.running_mean")

@@ -85,6 +85,12 @@ def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:
     return module._parameters if name in module._parameters else module._buffers
 
 
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where a tensor lies and how it is read there: also whether it is conjugated or negated."""
+    views = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *views
+
+
 def place_reader(
     module: torch.nn.Module, name: str, address: Callable[[torch.Tensor], int], part: str = ""
 ) -> Callable[[], Place | None]:

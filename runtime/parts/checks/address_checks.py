@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ....compile.ir.serialization import dtype_name
 from ....errors import HostValueChanged, MovedTensor, MovedWeight, StaleContext
-from ....torch_compat.basics.modules import Place, place_reader
+from ....torch_compat.basics.modules import Place, place_of, place_reader
 from ....torch_compat.basics.tensors import (
     form_test,
     has_plain_memory,
@@ -257,7 +257,7 @@ class MetadataAddresses:
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
         self._names = names
-        self._expected = {path: _place(tensor) for path, tensor in read.items()}
+        self._expected = {path: place_of(tensor) for path, tensor in read.items()}
         self._every = max(ALL_EVERY, 4 * len(read))
         paths = list({id(tensor): path for path, tensor in read.items()}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
@@ -293,7 +293,7 @@ class MetadataAddresses:
         for path, then, now in self._moved(facts):
             if not isinstance(now, Tensor):
                 raise StaleContext(reader="a kernel", fact=path, recorded="a tensor", now=now)
-            _raise_moved(path, then, _place(now))
+            _raise_moved(path, then, place_of(now))
         if all(map(Tensor.numel, now)):  # the same form in another mode, such as inference mode
             group.fits = _fits(now)
 
@@ -309,7 +309,7 @@ class MetadataAddresses:
             except (AttributeError, LookupError, TypeError) as error:
                 now = error
             empty = isinstance(now, Tensor) and not now.numel()
-            same = isinstance(now, Tensor) and _without_rows(_place(now)) == _without_rows(then)
+            same = isinstance(now, Tensor) and _without_rows(place_of(now)) == _without_rows(then)
             if not empty and not same:
                 yield path, then, now
 
@@ -341,11 +341,6 @@ def metadata_tensors(metadata: Any) -> dict[str, Tensor]:
     """The tensors in metadata whose path is an expression: of attributes, and of keys that are
     text or numbers."""
     return {path: t for path, t in tensors_by_path("metadata", metadata) if _is_plain(path)}
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    views = tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *views
 
 
 def _without_rows(place: tuple[Any, ...]) -> tuple[Any, ...]:

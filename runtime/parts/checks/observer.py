@@ -53,7 +53,8 @@ _ARRAY_FORM = ("dtype", "shape", "strides", "typecode", "format")
 """Attributes of arrays of numpy and of the standard library."""
 _HASHES = (FunctionType, type(None))
 """A class with one of these compares its objects in Python, or not by their content."""
-_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that torch gives to each module."""
 _READS_ONE = (nn.Module.__setattr__.__code__.co_filename, functools.__file__)
 """Their code (`nn.Module`, `cached_property`) reads all where one attribute is read or set."""
 _OF_FUNCTION = ("__dict__", "__defaults__", "__kwdefaults__")
@@ -90,6 +91,19 @@ class Noting(Protocol):
         """The expression of a key."""
 
 
+class Sees(Protocol):
+    """Is told what is read of the objects of a class, and set."""
+
+    def read(self, obj: Any, name: str, value: Any) -> Any:
+        """An attribute was read: what the reader is given."""
+
+    def missing(self, obj: Any, name: str) -> None:
+        """An attribute was not found."""
+
+    def wrote(self, obj: Any, name: Any) -> None:
+        """An attribute was set."""
+
+
 class Observer:
     """Observes what this thread reads of `root` between `open` and `close`; the names of its
     attributes are the first parts of paths."""
@@ -111,12 +125,12 @@ class Observer:
     def open(self) -> None:
         self._thread = get_ident()
         for kind in self._kinds:
-            _observe(kind, self)
+            observe(kind, self)
 
     def close(self) -> None:
         self._thread = 0
         for kind in self._kinds:
-            _observe_no_longer(kind, self)
+            observe_no_longer(kind, self)
 
     def forget(self) -> None:
         """Observe nothing any more. A stand-in may outlive the capture."""
@@ -159,7 +173,7 @@ class Observer:
                 if isinstance(value, BuiltinMethodType) and not _has_content(kind):
                     self._noting.refuse(path, f"a {kind.__name__}, of which C code has a part")
                 return value  # what it reads is noted when it does
-            if isinstance(obj, nn.Module) and name in _OF_ANY_MODULE:
+            if isinstance(obj, nn.Module) and name in OF_ANY_MODULE:
                 return value
             return self._hand_out(f"{path}.{name}".lstrip("."), value)
 
@@ -365,7 +379,7 @@ class Observer:
         """Observe an object from now on; whether that is possible."""
         self._know(path, value)
         kind = type(value)
-        observed = kind is not ObservedDict and _observe(kind, self)
+        observed = kind is not ObservedDict and observe(kind, self)
         if observed and kind not in self._kinds:
             self._kinds.add(kind)
             self._of_class(kind)
@@ -466,7 +480,7 @@ _LOCK = Lock()
 _HOOKED = ("__getattribute__", "__setattr__")
 
 
-def _observe(kind: type, observer: Observer) -> bool:
+def observe(kind: type, observer: Sees) -> bool:
     """Whether a class can be observed: one that C code made cannot."""
     with _LOCK:
         observers = getattr(kind.__dict__.get("__getattribute__"), "observers", None)
@@ -483,7 +497,7 @@ def _observe(kind: type, observer: Observer) -> bool:
         return True
 
 
-def _observe_no_longer(kind: type, observer: Observer) -> None:
+def observe_no_longer(kind: type, observer: Sees) -> None:
     with _LOCK:
         read: Any = kind.__dict__.get("__getattribute__")
         observers = getattr(read, "observers", [])
@@ -497,7 +511,7 @@ def _observe_no_longer(kind: type, observer: Observer) -> None:
 
 
 def _hooks(
-    kind: type, observers: list[Observer]
+    kind: type, observers: list[Sees]
 ) -> tuple[Callable[[Any, str], Any], Callable[[Any, str, Any], None]]:
     """`__getattribute__` and `__setattr__` of a class that is observed."""
     own_read: Callable[..., Any] = kind.__getattribute__

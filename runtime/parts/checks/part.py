@@ -40,6 +40,7 @@ from .address_checks import (
     Snapshot,
     metadata_tensors,
 )
+from .exchanged import BreakAccess, Exchanged
 from .model_check import MOST_S, ModelCheck
 from .module_state import ModuleState
 from .registrations import Registrations, register_again
@@ -78,6 +79,7 @@ class ChecksPart(Part):
         self._accepted = set[str]()
         self._written = set[str]()
         self._kept = Kept()
+        self._break_access = BreakAccess()
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
         self._in_turn = not core.environment.backend.runs_python
@@ -152,8 +154,11 @@ class ChecksPart(Part):
             self._model.check()
         register_again(self._core.code.compiled.model)
 
-    def notes(self) -> StepReads:
-        return StepReads(self._kept)
+    def notes(self, entry: PlanEntry) -> StepReads:
+        compiled = self._core.code.compiled
+        if compiled.traced or entry.mode is not RuntimeMode.PIECEWISE:
+            return StepReads(self._kept)
+        return StepReads(self._kept, partial(Exchanged, compiled.model, self._break_access))
 
     @contextmanager
     def around_recording(self, entry: PlanEntry) -> Iterator[None]:
@@ -168,13 +173,15 @@ class ChecksPart(Part):
         else:
             self._model.check()
         before = _writes(compiled.model)
-        yield
+        try:
+            yield
+        finally:  # also what a capture that failed has left
+            self._model.accept()
         now = _writes(compiled.model)
         written = {name for name, count in now.items() if count != before.get(name)}
         if not written <= self._written:
             self._written |= written
             self._find_shared()
-        self._model.accept()
 
     def captured(self, graph: InstalledGraph) -> None:
         recording, addresses, metadata = graph.recording, self.addresses.snapshot(), None

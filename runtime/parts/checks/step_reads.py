@@ -24,6 +24,7 @@ from ....errors import ReadNotKept, StaleContext
 from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
 from ...forward_context import CURRENT, ForwardContext
+from .exchanged import Exchanged
 from .observer import Observer, is_value
 from .observer import __file__ as _OBSERVER
 
@@ -55,8 +56,13 @@ class StepReads:
     every step. And in `graph_bounds`: a step may have less than the capture, not more.
     """
 
-    def __init__(self, kept: Kept | None = None) -> None:
+    def __init__(
+        self, kept: Kept | None = None, exchange: Callable[[], Exchanged] | None = None
+    ) -> None:
+        """`exchange` makes what observes the model, if breaks may read what graphs leave on it."""
         self.kept = kept or Kept()
+        self._exchange = exchange
+        self._exchanged: Exchanged | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -93,8 +99,15 @@ class StepReads:
         self._observer = Observer(context, self, self.kept.whole)
 
     def open(self) -> None:
+        if self._exchange is not None and not self.kept.has_regions:
+            self._exchanged = self._exchanged or self._exchange()
+            self._exchanged.open()
         if self._observer is not None:
             self._observer.open()
+
+    def border(self, weak: Callable[[Any], Any]) -> Callable[[], None] | None:
+        """See `Exchanged.border`."""
+        return self._exchanged.border(weak) if self._exchanged is not None else None
 
     def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
         """Entered around what is watched: notes what is read of tensors."""
@@ -120,7 +133,9 @@ class StepReads:
         return arguments
 
     def close(self) -> None:
-        """Raises ReadNotKept, also if the op that read has gone on."""
+        """Raises ReadNotKept and NotReplayed, also if the op that read has gone on."""
+        if self._exchanged is not None:
+            self._exchanged.close()
         if self._observer is not None:
             self._observer.close()
         if self._refused is not None:
@@ -128,6 +143,9 @@ class StepReads:
 
     def finish(self) -> None:
         """The capture has ended: hold nothing of what was read but what is compared."""
+        if self._exchanged is not None:
+            self._exchanged.finish()
+            self._exchanged = None
         if self._observer is not None:
             self._observer.close()
             self._observer.forget()
