@@ -16,6 +16,7 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
     PackedModel,
     PackedRequests,
     adapt,
+    proof,
     settle_rope,
 )
 from piecegraph.tools.integrations.transformers.paged import paged_layers  # noqa: E402
@@ -232,6 +233,29 @@ def test_memory_for_the_results_of_two_ops_is_no_result_of_mixed_rows():
     assert not prepared.events.named("rows_mixed")
 
 
+@pytest.mark.parametrize("family", one_and_heavy("mixtral", "mixtral", "qwen3_moe", "llama4_text"))
+def test_steps_of_experts_are_padded_in_float32(family):
+    """Rows are grouped by expert inside of one layer: what leaves a piece are rows of tokens."""
+    own = drawn(families.own_model(family))
+    model = PackedModel(copy.deepcopy(own))
+    settings = {**model.settings, "max_num_tokens": 16, "max_num_reqs": 4, "compiler": "eager"}
+    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(8, 16))
+    prepared = prepare(model, config, backend=ReplayBackend(), layers=model.layers)
+    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    requests = [torch.randint(3, 60, (length,)) for length in (3, 6)]
+    positions = torch.cat([torch.arange(len(ids)) for ids in requests])
+    decision = prepared.dispatch(Batch(9, 2))
+    assert (decision.mode.name, decision.descriptor.num_tokens) == ("PIECEWISE", 16)
+    result = prepared.run(decision, torch.cat(requests), positions, metadata=PackedRequests((3, 6)))
+    for ids, rows in zip(requests, result.split((3, 6)), strict=True):
+        torch.testing.assert_close(rows, own(input_ids=ids[None])[0][0], rtol=1e-4, atol=1e-5)
+    assert not prepared.events.named("rows_mixed")
+
+
+def test_nothing_inside_is_equal_to_nothing():
+    assert proof._equal(torch.ones(0, 3), torch.zeros(0, 3))
+
+
 @pytest.mark.parametrize(
     "family",
     one_and_heavy("glm_moe_dsa", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2"),
@@ -244,7 +268,8 @@ def test_keys_that_an_indexer_selects(family):
         config.indexer_types = ["full", "shared"]
     own = drawn(transformers.AutoModel.from_config(config, attn_implementation="eager"))
     model = assert_equal_alone(own)
-    kinds = {type(mixer.module).__name__ for mixer in model.layers.values()}
+    mixers = (mixer for mixer in model.layers.values() if not mixer.by_row)
+    kinds = {type(mixer.module).__name__ for mixer in mixers}
     assert kinds in (
         {"DeepseekV32Indexer"}, {"GlmMoeDsaIndexer"}, {"DeepseekV4Attention"}, {"HYV4Indexer"},
         {"AXK2Indexer"},

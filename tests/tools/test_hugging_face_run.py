@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 MODELS = {family: "".join(text.split()) for family, text in tables_of(__file__).items()}
 FEW = ["--requests", "6", "--length-scale", "0.04", "--max-num-tokens", "32", "--no-cache"]
 FEW += ["--max-num-reqs", "4", "--verify", "all"]
-IN_GRAPHS = {"gemma3", "llama", "phi3", "gpt_oss"}
+IN_GRAPHS = {"gemma3", "llama", "phi3"}
 """Families whose decode steps are FULL graphs: nothing but attention splits them."""
 
 

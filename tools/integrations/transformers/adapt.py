@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .... import AttentionSupport, Config, ForwardContext, forward_context
+from ....torch_compat.basics.frames import calling_module
 from ....torch_compat.basics.tensors import TorchDispatchMode
 from .attention import SPLITTING_OP, PackedRequests, rows_of
 from .configuration import setting, settle_sets
@@ -22,10 +23,9 @@ from .routing import Trial, errors_of, packed_inputs, refusal, route, run_packed
 from .small import hidden_states
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
-READS_HOST = "transformers::grouped_mm_fallback"
-"""What transformers traces for a grouped product that Inductor does not take, as in float32: the op
-reads on the host how many rows each expert has."""
-GROUPED = "aten::_grouped_mm"
+GROUPED = torch.ops.aten._grouped_mm.default
+"""In a trace transformers calls it for bfloat16 alone, else an op that reads on the host how many
+rows each expert has."""
 
 SETTINGS = {
     "splitting_ops": (SPLITTING_OP,),
@@ -67,18 +67,14 @@ class PackedModel(nn.Module):
         """`own_head(hidden, input_ids, query_lens)` gives what a model with a head gives for each
         request of a step. None for a base model."""
         model = model if self.own_head is None else model.base_model
-        expected = hidden_states(model, input_ids=requests[1][None])[0]
+        with _Grouped(model) as grouped:
+            expected = hidden_states(model, input_ids=requests[1][None])[0]
         self.proof = proven(model, config)
         """What the model needs to be served, such as a token that requests must not contain."""
-        routes = route(model, self.proof.mixers)
-        with _Called() as called:
-            result = routes.run(requests, self.proof.offset)[1]
+        routes = route(model, self.proof.mixers, grouped.modules)
+        result = routes.run(requests, self.proof.offset)[1]
         _compare(model, result, expected, (1 + WORST) * self.proof.error)
-        ops = [
-            (SPLITTING_OP, routes.kv_shapes),
-            (MIXER_OP, routes.mixers),
-            (READS_HOST, GROUPED in called.names),
-        ]
+        ops = [(SPLITTING_OP, routes.kv_shapes), (MIXER_OP, routes.mixers)]
         self.model = model
         self.layers = routes.mixers
         """What the ops of mixing layers find in the forward context, by name."""
@@ -116,15 +112,17 @@ class PackedModel(nn.Module):
         return run_packed(self.model, input_ids, positions, self.proof.offset, **others)
 
 
-class _Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The names of the ops that were called inside."""
+class _Grouped(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The modules that group rows by expert in a way that no trace has."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = set[str]()
+        self.modules = set[str]()
+        self._names = {id(module): name for name, module in model.named_modules()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.name().partition(".")[0])
+        if func is GROUPED and args[1].dtype is not torch.bfloat16:
+            self.modules.add(calling_module(self._names))
         return func(*args, **(kwargs or {}))
 
 

@@ -48,10 +48,16 @@ class Mixer:
     """
 
     def __init__(
-        self, module: Any, name: str, mask_of: Callable[[Tensor], Mask | None] = lambda mask: None
+        self,
+        module: Any,
+        name: str,
+        mask_of: Callable[[Tensor], Mask | None] = lambda mask: None,
+        by_row: bool = False,
     ) -> None:
         self.module = module
         self.name = name
+        self.by_row = by_row
+        """Whether it mixes nothing, as experts do not, and runs over all rows of a step at once."""
         self._mask_of = mask_of
         self.width: int | None = None
         """Numbers that the inputs have for each token; None if one has a value for each pair."""
@@ -154,6 +160,9 @@ class Mixer:
     def __call__(
         self, inputs: Sequence[Tensor | None], output: Tensor, metadata: PackedRequests
     ) -> None:
+        if self.by_row:
+            output.copy_(self._rows_of(self._called(inputs, 0, output.shape[self.dim])))
+            return
         rows = output.movedim(self.dim, 0)
         for of_one in rows_of(metadata.query_lens):
             if length := of_one.stop - of_one.start:

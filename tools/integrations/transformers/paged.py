@@ -17,7 +17,15 @@ from torch import Tensor
 from ...engine.kv_cache import LayerCache
 from ...engine.metadata import AttentionMetadata
 from .adapt import PackedModel
-from .attention import Rule, attend_request, hidden_keys, not_selected, rows_of, weighted
+from .attention import (
+    PackedRequests,
+    Rule,
+    attend_request,
+    hidden_keys,
+    not_selected,
+    rows_of,
+    weighted,
+)
 from .mixers import Mixer
 from .routing import refusal
 
@@ -79,6 +87,9 @@ class PagedMixer(LayerCache):
         self, inputs: Sequence[Tensor | None], output: Tensor, metadata: AttentionMetadata
     ) -> None:
         mixer = self.mixer
+        if mixer.by_row:
+            mixer(inputs, output, PackedRequests(metadata.query_lens))
+            return
         slots = metadata.slot_mapping[: sum(metadata.query_lens)]
         _write(self.keys, mixer.rows(inputs)[:, None], slots)
         start = 0
@@ -110,10 +121,11 @@ def paged_layers(
     for name, (heads, key_dim, value_dim) in model.kv_shapes.items():
         layers[name] = PagedAttention(cache(heads, key_dim), cache(heads, value_dim))
     for name, mixer in model.layers.items():
-        if not mixer.width:
+        width = 0 if mixer.by_row else mixer.width or 0
+        if not (width or mixer.by_row):
             reason = f"{name} takes values for pairs of tokens, such as a mask, or for none"
             raise refusal(model.model, reason, OWN_LAYER)
-        layers[name] = PagedMixer(cache(1, mixer.width, dtype=torch.float32), cache(1, 0), mixer)
+        layers[name] = PagedMixer(cache(1, width, dtype=torch.float32), cache(1, 0), mixer)
     return layers
 
 

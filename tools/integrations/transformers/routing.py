@@ -67,8 +67,11 @@ class Routes:
         return list(torch.split(hidden, list(lengths)))
 
 
-def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
-    """Let `model` call the ops; each layer of the kind of one in `mixing` becomes a mixer.
+def route(
+    model: PreTrainedModel, mixing: Collection[str] = (), by_row: Collection[str] = ()
+) -> Routes:
+    """Let `model` call the ops; each layer of the kind of one in `mixing` becomes a mixer, and so
+    do layers `by_row`, of which each row of the result is that of a row.
 
     Raises ModelNotAdaptable, UnknownAttention for attention that has to be in a mixer, and
     UnknownCall for a layer that cannot be called for each request.
@@ -76,6 +79,9 @@ def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
     inputs, lengths = packed_inputs(model)
     trial = Trial(model, lengths)
     trial.mixers = {n: Mixer(m, n, trial.read) for n, m in _like(model, mixing).items()}
+    within = tuple(f"{name}." for name in trial.mixers)
+    for name in sorted(each for each in by_row if not f"{each}.".startswith(within)):
+        trial.mixers[name] = Mixer(model.get_submodule(name), name, trial.read, by_row=True)
     inner: Any
     for inner in (m for mixer in trial.mixers.values() for m in mixer.module.modules()):
         inner.in_mixer = True
