@@ -119,7 +119,25 @@ def test_vllm_45069_each_capture_has_a_trace_and_its_graph_a_table(make_decoder,
     assert "addmm" not in str(parts)  # linear calls it
     assert [node["op"].rpartition("::")[2] for node in parts[1]["nodes"]] == ["paged_attention"]
     assert any(path.startswith("metadata.") for path in facts["reads"])
+    operations = facts["operations"]
+    assert len(operations) == dict(prepared.recordings())[find_graph(prepared, "full:2")].operations
+    assert {each["part"] for each in operations} == {part["part"] for part in parts}
+    reads = {(each["op"], a["what"]) for each in operations for a in each["arguments"]}
+    assert {what.partition(" ")[0] for _, what in reads} == {
+        "input", "weight", "metadata", "state", "intermediate",
+    }  # fmt: skip
+    assert {
+        ("compiled piece", "input input_ids"), ("compiled piece", "weight embedding.weight"),
+        ("aten.index_copy_.default", "state keys of layers.1.attention"),
+        ("aten.index_copy_.default", "metadata slot_mapping"),
+    } <= reads  # fmt: skip
+    own = prepared.parts.log.memory[find_graph(prepared, "full:2")]
+    place = next(at for at, what in own.items() if what == "metadata slot_mapping")
+    del own[place]
+    again = graph_facts(prepared, find_graph(prepared, "full:2"), tmp_path)
+    assert "unknown" in [a["what"] for each in again["operations"] for a in each["arguments"]]
     table = rendered_graph({**facts, "unknown": ["float32[3]"]}, "md")
+    assert "|  |  | metadata slot_mapping | [2] |" in table
     assert "| piece 0 layer 0 | aten::embedding | [[32, 16], [2]] |  |" in table
     assert "| float32[3] | unknown: no step checks its address |" in table
     assert json.loads(rendered_graph(facts, "json")) == facts

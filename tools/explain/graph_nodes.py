@@ -2,6 +2,7 @@
 
 Operators, shapes and kernels are those of the trace that `capture(profile_dir=...)` writes: of the
 run before the capture, which launches what the graph replays. What an argument is the plan knows.
+A graph of the replay backend also has its operations, each with what lies where it reads.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ... import PreparedModel
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.step_names import call_names, piece_names
 from ...errors import InvalidSetting
+from ...runtime.capture.recording import Recording
 from ..report.sections import ReportSection, Table, as_markdown, columns
 
 Facts = dict[str, Any]
@@ -42,7 +46,8 @@ def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Fact
     entry = prepared.dispatcher.plan.entries[graph_index]
     form = prepared.compiled.forms()[entry.descriptor.form]
     plan = form.plan.at(entry.descriptor.num_tokens)
-    notes = dict(prepared.recordings())[graph_index].notes
+    recording = dict(prepared.recordings())[graph_index]
+    notes = recording.notes
     name = re.sub(r"\W+", "_", entry.shape)
     events = json.loads((folder / f"{name}.json").read_text())["traceEvents"]
     names, takes = _parts(plan)
@@ -53,9 +58,35 @@ def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Fact
             {"part": part, "takes": taken, "nodes": nodes}
             for part, taken, nodes in zip(names, takes, _nodes(events, names), strict=False)
         ],
+        "operations": list(_operations(prepared, graph_index, recording, plan)),
         "reads": notes.facts() if notes else {},
         "unknown": [name for row in unwatched for name in row["tensors"]],
     }
+
+
+def _operations(
+    prepared: PreparedModel, graph_index: int, recording: Recording, plan: Plan
+) -> Iterator[Facts]:
+    """Of a graph of the replay backend each operation in order, its part, and its arguments."""
+    memory = prepared.parts.log.memory.get(graph_index, {})
+    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
+    part = ""
+    for graph in recording.graphs:
+        for op, tensors in getattr(graph, "nodes", ()):
+            if op == "compiled piece":
+                part = next(pieces, "")
+            elif part.startswith("piece"):
+                part = next(calls, "")
+            arguments = [
+                {"what": _what(tensor, memory, recording), "shape": list(tensor.shape)}
+                for tensor in tensors
+            ]
+            yield {"part": part, "op": op, "arguments": arguments}
+
+
+def _what(tensor: Tensor, memory: Mapping[int, str], recording: Recording) -> str:
+    unnamed = "intermediate" if recording.ownership.is_made(tensor) else "unknown"
+    return memory.get(tensor.untyped_storage().data_ptr(), unnamed)
 
 
 def _parts(plan: Plan) -> tuple[list[str], list[dict[str, str]]]:
@@ -130,11 +161,17 @@ def rendered_graph(facts: Facts, form: str) -> str:
         for part in facts["parts"]
         for name, what in part["takes"].items()
     ]
+    operations = [
+        ("" if n else each["part"], "" if n else each["op"], argument["what"], argument["shape"])
+        for each in facts["operations"]
+        for n, argument in enumerate(each["arguments"] or [{"what": "nothing", "shape": ""}])
+    ]
     reads = [(path, value) for path, value in facts["reads"].items()]
     reads += [(name, "unknown: no step checks its address") for name in facts["unknown"]]
     tables = [
         Table(rows, columns("part", "op", "shapes", "kernels"), "Nodes in order"),
         Table(takes, columns("part", "argument", "what it is"), "What each part takes"),
+        Table(operations, columns("part", "operation", "argument", "shape"), "Operations"),
         Table(reads, columns("read", "value, and where"), "Metadata and state"),
     ]
     return as_markdown(ReportSection(f"Graph {facts['graph']}", tables)) + "\n"

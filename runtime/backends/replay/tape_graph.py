@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ....errors import MovedTensor
+from ....torch_compat.basics.ops import OpOverload
 from ..ownership import memory_of
-from .tape import COPIES, Tape, poison
+from .tape import COPIES, Operation, Tape, poison
 
 
 class TapeGraph:
@@ -71,12 +72,22 @@ class TapeGraph:
             )
 
     @property
+    def nodes(self) -> list[tuple[str, list[Tensor]]]:
+        """Its operations in order: the op or "compiled piece", and the tensors that it takes."""
+        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
+        return [(_op_of(call), memory_of((call.args, call.keywords))) for call in calls]
+
+    @property
     def reads(self) -> list[Tensor]:
         """The tensors that its operations take."""
-        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
-        return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
+        return [tensor for _, tensors in self.nodes for tensor in tensors]
 
     def release(self) -> None:
         self._released(self, self._made)
         self.calls = ()
         self._made = ()
+
+
+def _op_of(call: Operation) -> str:
+    op = next((each for each in (call.func, *call.args[:1]) if isinstance(each, OpOverload)), None)
+    return "compiled piece" if op is None else str(op)

@@ -19,6 +19,7 @@ from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Part, Run
+from ...tensors_by_path import tensors_by_path
 from .first_steps import FirstSteps
 from .profiler_ranges import StepRanges, name_segments, profiled, range_hooks
 from .step_log import LoggedStep, StepLog, StepObserver
@@ -49,6 +50,8 @@ class LogPart(Part):
         """Whether a step runs whose observers are told."""
         self._ranges = StepRanges()
         self._profiles: Path | None = None
+        self.memory: dict[int, dict[int, str]] = {}
+        """Of each graph captured with a profile: what lies where, by the address of the memory."""
 
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on.
@@ -177,6 +180,8 @@ class LogPart(Part):
             self._core.link()
 
     def captured(self, graph: InstalledGraph) -> None:
+        if self._profiles is not None:
+            self.memory[graph.index] = self._memory_of(graph)
         if self._ranges in self._observers:
             size = graph.entry.descriptor.num_tokens
             name_segments(graph.recording, graph.code.compiled.plan.at(size))
@@ -187,6 +192,29 @@ class LogPart(Part):
         if self._ranges in self._observers:
             for each in self._core.steps.codes:
                 each.link(range_hooks)
+
+    def _memory_of(self, graph: InstalledGraph) -> dict[int, str]:
+        """Memory that the graph may read and that has a name. What the capture has made has none.
+        A tensor has the first of its names: metadata may lie in what is watched."""
+        compiled, context = graph.code.compiled, self._core.steps.context
+        weights = {**compiled.weights, **dict(compiled.model.named_parameters())}
+        named = {
+            "input": zip(compiled.plan.tensors(), graph.inputs.views, strict=False),
+            "weight": (weights | dict(compiled.model.named_buffers())).items(),
+            "metadata": [
+                (path.removeprefix("metadata."), tensor)
+                for path, tensor in tensors_by_path("metadata", graph.recording.metadata)
+            ],
+            "state": [
+                *self._core.watched().items(),
+                *tensors_by_path("layers", dict(context.layers)),
+            ],
+        }
+        places: dict[int, str] = {}
+        for kind, tensors in named.items():
+            for name, tensor in tensors:
+                places.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} {name}")
+        return places
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers
