@@ -9,9 +9,10 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import is_dataclass
-from functools import partial
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
 from inspect import Parameter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         "mismatch": _mismatch,
         "_pg_other": _other_container,
         "_pg_type": type,
+        "_pg_more": more_attributes,
         "fixed": _fixed,
         "beyond": _beyond,
         "broken": _broken,
@@ -108,7 +110,13 @@ def fits(plan: Plan, signature: inspect.Signature) -> Callable[..., bool]:
     """A function of the parameters of the model's forward: whether a call has the skeleton of the
     trace. It does not look at tensors, only where there are some."""
     parameters, defaults = _parameters(signature)
-    names = {"at": at, "_pg_type": type, "_pg_tensor": torch.Tensor, **defaults}
+    names = {
+        "at": at,
+        "_pg_type": type,
+        "_pg_more": more_attributes,
+        "_pg_tensor": torch.Tensor,
+        **defaults,
+    }
     skeleton = Skeleton(plan, signature, names)
     tests = [differs for differs, _ in (*skeleton.containers(), *skeleton.constants())]
     tests += [f"not isinstance({skeleton.access(i.path)}, _pg_tensor)" for i in plan.inputs]
@@ -233,13 +241,29 @@ def _differs(container: Container, value: str) -> str:
         test = f"{kind}.__qualname__ != {name!r} or {kind}.__module__ != {module!r}"
     if isinstance(keys, int):
         return f"{test} or len({value}) != {keys}"
-    return test if keys is None else f"{test} or (*{value},) != {keys!r}"
+    return f"{test} or _pg_more({value})" if keys is None else f"{test} or (*{value},) != {keys!r}"
 
 
 def _other_container(expected: Container, value: Any) -> None:
     """Name the first thing that differs."""
     got = Container.of(expected.path, value).form
+    if names := more_attributes(value):
+        got += f" with another attribute {min(names)!r}"
     raise InputMismatch(name=dotted(expected.path), got=got, expected=expected.form)
+
+
+def more_attributes(value: Any) -> set[str]:
+    """Attributes of a dataclass that neither its class nor the code of its methods names."""
+    kind: Any = type(value)
+    return getattr(value, "__dict__", {}).keys() - _of_class(kind)
+
+
+@lru_cache
+def _of_class(kind: type) -> frozenset[str]:
+    names = [*dir(kind), *(each.name for each in fields(kind))] if is_dataclass(kind) else []
+    methods = [each for base in kind.__mro__ for each in vars(base).values()]
+    codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+    return frozenset(names).union(*(code.co_names for code in codes))
 
 
 def at(value: Any, step: str | int) -> Any:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -72,6 +76,31 @@ CHANGES = {
 }
 
 
+class Held:
+    """An object of which nothing is known but what is read."""
+
+    of_class = 1.0
+
+    def __init__(self):
+        self.k = self.unread = 1.0
+
+
+DEFAULT = Held()
+
+
+class Holding(Model):
+    def __init__(self):
+        super().__init__()
+        self.array, self.part, self.recent = np.ones(2), partial(max, [1]), deque([1])
+        self.space, self.held, self.listed = SimpleNamespace(k=1), Held(), [Held()]
+
+    def forward(self, x, default=DEFAULT):
+        held = self.held
+        read = held.k * held.of_class * self.listed[0].k * default.k * self.space.k
+        read *= self.array[0] * self.part() * self.recent[0] * getattr(held, "extra", 1.0)
+        return super().forward(x) * read
+
+
 @dataclass
 class Settings:
     heads: int = 2
@@ -87,6 +116,15 @@ UNTRACED = {
     "removed": (lambda m: m.layers.__delitem__(2), "layers.2: Adapted -> none"),
     "setting": (lambda m: setattr(m.settings, "heads", 4), "settings.heads: 2 -> 4"),
     "function": (lambda m: setattr(m, "act", torch.tanh), "act: relu -> tanh"),
+    "array": (lambda m: m.array.fill(3), "array: [b'"),
+    "of a partial": (lambda m: m.part.args[0].append(3), "part: [max, [[1]], []] ->"),
+    "deque": (lambda m: m.recent.append(3), "recent: [1] -> [1, 3]"),
+    "namespace": (lambda m: setattr(m.space, "k", 3), "space.k: 1 -> 3"),
+    "of an object": (lambda m: setattr(m.held, "k", 3.0), "model.held.k: 1.0 -> 3.0"),
+    "appears": (lambda m: setattr(m.held, "extra", 3), "model.held.extra: 'missing' -> 3"),
+    "of a class": (lambda m: setattr(Held, "of_class", 3.0), "model.held.of_class: 1.0 -> 3.0"),
+    "in a list": (lambda m: setattr(m.listed[0], "k", 3.0), "model.listed[0].k: 1.0 -> 3.0"),
+    "of a default": (lambda m: setattr(DEFAULT, "k", 3.0), "forward(default).k: 1.0 -> 3.0"),
 }
 
 
@@ -94,6 +132,13 @@ UNTRACED = {
 def model():
     torch.manual_seed(0)
     return Model().eval().requires_grad_(False)
+
+
+@pytest.fixture
+def holding():
+    torch.manual_seed(0)
+    yield Holding().eval().requires_grad_(False)
+    DEFAULT.k = Held.of_class = 1.0
 
 
 @pytest.fixture
@@ -129,18 +174,19 @@ def test_a_change_is_an_error(model, prepared, monkeypatch, change):
 
 
 @pytest.fixture
-def untraced(model):
+def untraced(holding):
     settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
-    return pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings))
+    return pg.prepare(holding, pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings))
 
 
 @pytest.mark.parametrize("change", UNTRACED)
 def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_graphs(
-    model, untraced, change
+    holding, untraced, change
 ):
     """Without a graph the model itself runs; a graph holds what it was at the capture."""
     make, text = UNTRACED[change]
-    x = torch.randn(5, 8)
+    model, x = holding, torch.randn(5, 8)
+    model.held.unread += 1.0
     untraced.capture()
     torch.testing.assert_close(step(untraced, x), model(x))
     assert untraced.refresh() == ()
@@ -158,8 +204,9 @@ def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_grap
 
 
 def test_sglang_38943_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(
-    model, untraced, monkeypatch
+    holding, untraced, monkeypatch
 ):
+    model = holding
     monkeypatch.setattr(model_check, "perf_counter", itertools.count().__next__)
     untraced.capture()
     x = torch.randn(5, 8)

@@ -1,18 +1,23 @@
-"""What Python inside graphs and breaks leave for each other on a model that is not traced.
+"""What Python inside graphs of a model that is not traced reads of it, and exchanges with breaks.
 
-A replay runs the breaks, and no Python of the graphs between them. So attributes of modules that
-such Python sets are set again before the next break, and what it reads of attributes that breaks
-set is compared. Modules' classes are observed, in a run before the first capture and in each one.
-Of dicts, lists and namespaces that both read the content is compared.
+What was read of objects that modules hold is compared, as attributes of modules are: see
+`module_state`. A replay runs the breaks, and no Python of the graphs between them. So attributes
+that such Python sets are set again before the next break, and what it reads of attributes that
+breaks set is compared in each step. Classes are observed, in a run before the first capture and in
+each one. Of dicts, lists and namespaces that graphs and breaks read the content is compared.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cached_property, partial
 from threading import get_ident
-from types import MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -24,8 +29,15 @@ from .observer import LEAVES, OF_ANY_MODULE, observe, observe_no_longer
 _CONTAINERS = (dict, list, set, deque, SimpleNamespace)
 _LONG = 1000
 """Items of a container that is not looked into."""
+MISSING = "missing"
 _Key = tuple[int, Any]
 """The identity of an object, and the name of an attribute; None for its content."""
+
+
+Facts = dict[_Key, tuple[str, Any, str, Any]]
+"""What graphs read of objects: the path, the object, the attribute, and what is compared of it: of
+tensors the class, since a graph holds the memory that it reads, and `unwatched` names it."""
+OfTensor = Callable[[Tensor], Any]
 
 
 class BreakAccess:
@@ -45,6 +57,7 @@ class Exchanged:
         self._names = {id(each): f"model.{path}".rstrip(".") for path, each in named}
         self._kinds = {type(each) for each in model.modules()}
         self._held: list[Any] = [model]  # identities are unique while the objects live
+        self.facts: Facts = {}
         self._breaks = breaks
         self._thread = 0
         self._in_graph = False
@@ -53,6 +66,8 @@ class Exchanged:
         """What graphs read, and then change."""
         self._refused: NotReplayed | None = None
         self._start_graph()
+        for name, parameter in inspect.signature(model.forward).parameters.items():
+            self._know(f"forward({name})", parameter.default)
 
     def _start_graph(self) -> None:
         self._wrote: dict[_Key, Any] = {}
@@ -78,6 +93,8 @@ class Exchanged:
 
     def finish(self) -> None:
         self._thread = 0
+        changing = self._set | self._breaks.wrote
+        self.facts = {key: fact for key, fact in self.facts.items() if key not in changing}
         for kind in self._kinds:
             observe_no_longer(kind, self)
 
@@ -100,7 +117,7 @@ class Exchanged:
 
         def meet() -> None:
             for obj, name, then in expected:
-                _compare(f"{names[id(obj)]}.{name}", then, _fact(getattr(obj, name, None)))
+                _compare(f"{names[id(obj)]}.{name}", then, _fact(getattr(obj, name, MISSING)))
             for path, value, then in contents:
                 _compare(path, then, _content(value))
             for obj, name, value in written:
@@ -110,7 +127,7 @@ class Exchanged:
 
     def missing(self, obj: Any, name: str) -> None:
         """An attribute was not found."""
-        self.read(obj, name, None)
+        self.read(obj, name, MISSING)
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
         """An attribute was read."""
@@ -128,11 +145,7 @@ class Exchanged:
     def _note(self, key: _Key, obj: Any, value: Any) -> None:
         path, at = f"{self._names[key[0]]}.{key[1]}", id(value)
         is_container = isinstance(value, _CONTAINERS)
-        if not is_container and not isinstance(value, (*LEAVES, Tensor)) and at not in self._names:
-            self._names[at] = path
-            self._held.append(value)
-            if type(value) not in self._kinds and observe(type(value), self):
-                self._kinds.add(type(value))
+        self._know(path, value)
         if not self._in_graph:
             for each in (key, (at, None)) if is_container else (key,):
                 self._breaks.read.add(each)
@@ -140,11 +153,27 @@ class Exchanged:
         elif key not in self._wrote:
             if key not in self._set:
                 self._read.add(key)
+                if _is_of_object(obj, key[1], value):
+                    self.facts.setdefault(key, (path, obj, key[1], _fact(value, type)))
             if key in self._breaks.wrote:
                 self._expected.setdefault(key, (obj, _fact(value)))
             if is_container and at not in self._contents:
-                self._held.append(value)
                 self._contents[at] = path, value, _content(value)
+
+    def _know(self, path: str, value: Any) -> None:
+        """Observe an object, or those in a container."""
+        value = value() if isinstance(value, ref) else value
+        is_leaf = isinstance(value, (*LEAVES, Tensor)) and not isinstance(value, Enum)
+        if is_leaf or id(value) in self._names:
+            return
+        self._names[id(value)] = path
+        self._held.append(value)
+        if not isinstance(value, (*_CONTAINERS, tuple)):
+            if type(value) not in self._kinds and observe(type(value), self):
+                self._kinds.add(type(value))
+        elif len(held := _held(value)) <= _LONG:
+            for key, each in held.items() if isinstance(held, dict) else enumerate(held):
+                self._know(f"{path}[{key!r}]", each)
 
     def wrote(self, obj: Any, name: Any) -> None:
         """An attribute was set."""
@@ -171,21 +200,45 @@ class Exchanged:
             raise self._refused
 
 
-def _content(value: Any) -> Any:
+def changes(facts: Facts) -> Iterator[tuple[str, str, str] | None]:
+    """What is different now of what graphs have read, its path, what was and what is; None where
+    nothing is."""
+    for path, obj, name, then in list(facts.values()):
+        try:
+            _compare(path, then, _fact(getattr(obj, name, MISSING), type))
+            yield None
+        except NotReplayed as error:
+            yield error.facts["name"], error.facts["then"], error.facts["now"]
+
+
+def _is_of_object(obj: Any, name: str, value: Any) -> bool:
+    """Whether `module_state` does not compare an attribute: it is of an object or of a class. What
+    a property reads is noted itself."""
+    if isinstance(obj, nn.Module) and (name in vars(obj) or isinstance(value, Tensor)):
+        return False
+    static = inspect.getattr_static(type(obj), name, None)
+    return not isinstance(static, property | cached_property | FunctionType)
+
+
+def _held(value: Any) -> Any:
+    return vars(value) if isinstance(value, SimpleNamespace) else value
+
+
+def _content(value: Any, of_tensor: OfTensor = place_of) -> Any:
     """What a container holds."""
-    held = vars(value) if isinstance(value, SimpleNamespace) else value
+    held, fact = _held(value), partial(_fact, of_tensor=of_tensor)
     if len(held) > _LONG:
         return len(held)
     if isinstance(held, dict):
-        return {key: _fact(each) for key, each in held.items()}
-    return set(held) if isinstance(held, set) else [*map(_fact, held)]
+        return {key: fact(each) for key, each in held.items()}
+    return set(held) if isinstance(held, set) else [*map(fact, held)]
 
 
-def _fact(value: Any) -> Any:
+def _fact(value: Any, of_tensor: OfTensor = place_of) -> Any:
     """What is compared of a value."""
     if isinstance(value, Tensor):
-        return place_of(value)
-    return _content(value) if isinstance(value, _CONTAINERS) else value
+        return of_tensor(value)
+    return _content(value, of_tensor) if isinstance(value, _CONTAINERS) else value
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -199,6 +252,7 @@ def _compare(path: str, then: Any, now: Any) -> None:
     """Raises NotReplayed for the first difference. A break may add keys, such as one for a size."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key, each in then.items():
-            _compare(f"{path}[{key!r}]", each, now.get(key, "missing"))
+            _compare(f"{path}[{key!r}]", each, now.get(key, MISSING))
     elif not _same(then, now):
-        raise NotReplayed(name=path, fact=f"was {then!r} at the capture, and is {now!r} now")
+        fact = f"was {then!r} at the capture, and is {now!r} now"
+        raise NotReplayed(name=path, fact=fact, then=repr(then), now=repr(now))

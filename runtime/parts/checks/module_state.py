@@ -1,14 +1,17 @@
 """What graphs of a model that is not traced hold of it, besides its weights.
 
 That is all that its Python can read of it: modules and their classes, hooks, flags and plain
-attributes, and those of dataclasses such as a configuration. Other objects are compared by
-identity: what is inside them is not looked at.
+attributes, and those of dataclasses such as a configuration. Of other objects what was read inside
+graphs is compared: see `exchanged`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -16,6 +19,7 @@ from torch import nn
 
 from ....compile.conditions.conditions import BrokenCondition
 from ....compile.conditions.places import CONTAINERS, MISSING
+from ....torch_compat.basics.modules import global_forward_hooks
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None))
 _LONG = 1000
@@ -23,10 +27,13 @@ _LONG = 1000
 
 
 class ModuleState:
-    """The state of `model` at the time of the call."""
+    """The state of `model` at the time of the call; `changes` are those of other objects."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, changes: Callable[[], Iterable[tuple[str, str, str] | None]]
+    ) -> None:
         self._model = model
+        self._changes = changes
         self._then = dict(_state(model))
 
     def checked(self) -> Iterator[BrokenCondition | None]:
@@ -44,6 +51,8 @@ class ModuleState:
             yield None
         for place, (kind, _) in left.items():
             yield BrokenCondition(place, _shown(kind), _shown(None))
+        for change in self._changes():
+            yield change and BrokenCondition(*change)
 
 
 class _Object:
@@ -67,6 +76,8 @@ class _Object:
 
 def _state(model: nn.Module) -> Iterator[tuple[str, tuple[type, dict[str, Any]]]]:
     """The place, class and attributes of each module and dataclass; the values do not change."""
+    hooks = {"hooks": _frozen(global_forward_hooks())}
+    yield "all modules", (nn.Module, hooks)
     queue: list[tuple[str, Any]] = [("model", model)]
     seen: set[int] = set()
     while queue:
@@ -86,14 +97,21 @@ def _state(model: nn.Module) -> Iterator[tuple[str, tuple[type, dict[str, Any]]]
 
 
 def _is_data(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    has_fields = is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    return has_fields or isinstance(value, SimpleNamespace)
 
 
 def _frozen(value: Any) -> Any:
     """A value that does not change; a container is a tuple of its class and its items."""
     if type(value) in _PLAIN:
         return value
-    if not isinstance(value, (list, tuple, dict, set, frozenset)):
+    if isinstance(value, bytearray) or hasattr(type(value), "tobytes"):  # of numpy, or an array
+        size = getattr(value, "nbytes", None) or len(value)
+        content = getattr(value, "tobytes", partial(bytes, value))
+        return type(value), _Object(value) if size > _LONG else content(), size
+    if isinstance(value, partial):
+        return type(value), *map(_frozen, (value.func, value.args, value.keywords))
+    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         return _Object(value)
     if len(value) > _LONG:
         return type(value), _Object(value), len(value)

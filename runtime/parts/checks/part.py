@@ -40,7 +40,7 @@ from .address_checks import (
     Snapshot,
     metadata_tensors,
 )
-from .exchanged import BreakAccess, Exchanged
+from .exchanged import BreakAccess, Exchanged, Facts, changes
 from .model_check import MOST_S, ModelCheck
 from .module_state import ModuleState
 from .registrations import Registrations, register_again
@@ -80,6 +80,7 @@ class ChecksPart(Part):
         self._written = set[str]()
         self._kept = Kept()
         self._break_access = BreakAccess()
+        self._of_model: Facts = {}
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
         self._in_turn = not core.environment.backend.runs_python
@@ -156,7 +157,7 @@ class ChecksPart(Part):
 
     def notes(self, entry: PlanEntry) -> StepReads:
         compiled = self._core.code.compiled
-        if compiled.traced or entry.mode is not RuntimeMode.PIECEWISE:
+        if compiled.traced:
             return StepReads(self._kept)
         return StepReads(self._kept, partial(Exchanged, compiled.model, self._break_access))
 
@@ -169,7 +170,8 @@ class ChecksPart(Part):
             yield
             return
         if self._model is None:
-            self._model = ModelCheck(ModuleState(compiled.model).checked, self._accepted)
+            state = ModuleState(compiled.model, lambda: changes(self._of_model))
+            self._model = ModelCheck(state.checked, self._accepted)
         else:
             self._model.check()
         before = _writes(compiled.model)
@@ -197,7 +199,8 @@ class ChecksPart(Part):
             addressed = addresses.addresses() | {view.data_ptr() for view in graph.inputs.views}
             self._report_unwatched(graph, addressed | read.addresses())
         if reads is not None:
-            reads.tensors = {}
+            self._of_model |= reads.of_model
+            reads.tensors, reads.of_model = {}, {}
         self._graphs[graph.index] = _Relied(addresses, metadata, reads or None)
         if not self._core.code.compiled.traced:
             self._core.checks_changed()
@@ -206,6 +209,7 @@ class ChecksPart(Part):
         self._graphs.pop(graph.index, None)
         if not self._graphs and not self._core.code.compiled.traced:
             self._model = None  # no graph is left: stop comparing the untraced model's state
+            self._of_model = {}
             self._core.checks_changed()
 
     def close(self) -> None:

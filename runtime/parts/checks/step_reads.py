@@ -10,7 +10,7 @@ those of its capture.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from types import BuiltinMethodType, MethodType
@@ -24,7 +24,7 @@ from ....errors import ReadNotKept, StaleContext
 from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
 from ...forward_context import CURRENT, ForwardContext
-from .exchanged import Exchanged
+from .exchanged import Exchanged, Facts
 from .observer import Observer, is_value
 from .observer import __file__ as _OBSERVER
 
@@ -63,6 +63,7 @@ class StepReads:
         self.kept = kept or Kept()
         self._exchange = exchange
         self._exchanged: Exchanged | None = None
+        self.of_model: Facts = {}
         self._clear()
 
     def _clear(self) -> None:
@@ -73,6 +74,8 @@ class StepReads:
         self._each, self._seldom = _Read(), _Read()
         """What each step compares; and what is held by modules and classes."""
         self.rarely = False
+        self.gradient = False
+        """Whether `requires_grad` was read, of which a graph's own inputs have none."""
         self._steps = 0
         self._bounds: dict[str, tuple[str, Any]] = {}
         """Of a comparison the path that is compared, and its bound."""
@@ -84,7 +87,7 @@ class StepReads:
         self._observer: Observer | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._places) or self.gradient
 
     def facts(self) -> dict[str, str]:
         """By path: the value or the class, and where it was read."""
@@ -112,7 +115,7 @@ class StepReads:
     def reads(self, addressed: set[int]) -> AbstractContextManager[Any]:
         """Entered around what is watched: notes what is read of tensors."""
         observer = self._observer
-        return TensorReads(observer, addressed) if observer is not None else nullcontext()
+        return TensorReads(observer, addressed, self) if observer is not None else nullcontext()
 
     def of_step(self, args: Any) -> Callable[[], Any] | None:
         """What gives the arguments of a break in the step that runs, None if they are `args`: an
@@ -145,6 +148,7 @@ class StepReads:
         """The capture has ended: hold nothing of what was read but what is compared."""
         if self._exchanged is not None:
             self._exchanged.finish()
+            self.of_model |= self._exchanged.facts
             self._exchanged = None
         if self._observer is not None:
             self._observer.close()
@@ -197,18 +201,21 @@ class StepReads:
         self.names[name] = key
         return name
 
-    def check(self, context: ForwardContext, tensors: object = None) -> None:
+    def check(self, context: ForwardContext, tensors: Sequence[Tensor] = ()) -> None:
         """Compare a step's. Raises StaleContext for what the graph has another of."""
         facts = facts_of(context)
+        if self.gradient and any(tensor.requires_grad for tensor in tensors):
+            fact = "requires_grad of an input"
+            raise StaleContext(reader="Python", fact=fact, recorded=False, now=True)
         self._steps += 1
         self._compare(self._each, facts)
         if self._steps <= STEPS_WITH_ALL or self._steps % ALL_EVERY == 0:
             self._compare(self._seldom, facts)
 
-    def check_all(self, context: ForwardContext, tensors: object = None) -> None:
+    def check_all(self, context: ForwardContext, tensors: Sequence[Tensor] = ()) -> None:
         """As `check` does in the first steps."""
         self._steps = 0
-        self.check(context)
+        self.check(context, tensors)
 
     def _compare(self, read: _Read, facts: tuple[Any, ...]) -> None:
         if read.differs is None:
@@ -334,8 +341,9 @@ class TensorReads(TorchFunctionMode):
     that no kernel reads, and of its number of rows, a graph has what Python made of it.
     """
 
-    def __init__(self, observer: Observer, addressed: set[int]) -> None:
+    def __init__(self, observer: Observer, addressed: set[int], reads: StepReads) -> None:
         super().__init__()
+        self._reads = reads
         self._observer = observer
         self._addressed = addressed
 
@@ -361,6 +369,7 @@ class TensorReads(TorchFunctionMode):
             name = func.__self__.__name__
             if is_fact:
                 observer.tensor_fact(tensor, name, None, result)
+                self._reads.gradient |= name == "requires_grad"
             elif name not in _VIEWS:
                 observer.tensor_part(tensor, name, result)
         elif isinstance(result, UntypedStorage | TypedStorage):

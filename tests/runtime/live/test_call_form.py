@@ -137,6 +137,25 @@ def run(prepared, tree, **more):
     assert torch.equal(got, Model()(x, tree, **more))
 
 
+@dataclass
+class Derived(Fields):
+    def __post_init__(self):
+        self.derived = 1.0
+
+
+torch.export.register_dataclass(Derived)
+
+
+@pytest.mark.parametrize("kind", [Fields, Derived])
+def test_an_attribute_that_is_set_on_a_dataclass_is_refused(kind):
+    prepared = prepared_with(kind("tensor", 1))
+    run(prepared, kind("tensor", 1))
+    tree: Any = kind(torch.ones(4), 1)
+    tree.extra = 2.0
+    with pytest.raises(InputMismatch, match="with another attribute 'extra'"):
+        prepared(torch.ones(ROWS, 4), tree, batch=Batch(ROWS, ROWS))
+
+
 @given(TREES)
 def test_a_call_of_another_form_is_refused_or_right(tree):
     """A model is prepared for each example, which takes most of the time: all changes are tried."""

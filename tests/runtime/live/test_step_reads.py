@@ -563,6 +563,28 @@ def test_a_tensor_that_code_in_a_graph_reads_lies_in_other_memory(mode, traced, 
             step(prepared, SPACE(scale=scale.clone()))
 
 
+def test_whether_inputs_require_gradients_is_compared_if_it_was_read():
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x * (2.0 if x.requires_grad else 3.0)
+
+    class Ignores(nn.Module):
+        def forward(self, x):
+            return x * 1.0
+
+    for model, refuses in ((Asks(), True), (Ignores(), False)):
+        config = small_config(4, compile=False, capture_sizes=(2,))
+        prepared = prepare(model, config)
+        prepared.capture()
+        x = torch.ones(2, 4, requires_grad=True)
+        assert prepared(x.detach(), batch=Batch(2, 2)).max() in (1.0, 3.0)
+        if refuses:
+            with pytest.raises(StaleContext, match="requires_grad of an input"):
+                prepared(x, batch=Batch(2, 2))
+        else:
+            prepared(x, batch=Batch(2, 2))
+
+
 def test_the_last_item_of_a_dict_is_taken_first():
     seen: list[Any] = []
     noted(lambda m: seen.extend([m.popitem(), m.popitem()]), {"a": 1, "k": 2})
