@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ...compile.ir.compilation import CompileRequest
+from ...compile.ir.compilation import BundleMiss, CompileRequest
 from ...compile.ir.locations import first_line
-from ...compile.pipeline import compile_model
+from ...compile.pipeline import compile_missing, find_model, gc_paused
+from ...compile.warm import NoBundle
 from ...errors import InvalidSetting
 from ...torch_compat.basics.modules import allocated
 
@@ -21,17 +22,17 @@ def compile_before_weights(
     device: torch.device | str | None,
     weights: Callable[[], object],
 ) -> None:
-    """Put the code of `model` into the cache, then wait until `weights` has loaded it."""
-    with with_memory(model, device):
+    """Put the code of `model` into the cache, then wait until `weights` has loaded it. What no
+    cache can keep is compiled afterwards, by the start."""
+    with with_memory(model, device), gc_paused():
         request = request_of()
-        if not request.cache.enabled:
-            raise InvalidSetting(
-                name="weights",
-                value=weights,
-                reason="what is compiled before the weights are there is kept in the cache",
-                expected="a cache, or a loaded model",
-            )
-        compile_model(request)
+        found = find_model(request) if request.config.compile else None
+        if isinstance(found, NoBundle) and not request.cache.enabled:
+            found = BundleMiss("the cache is off")
+        if isinstance(found, NoBundle):
+            compile_missing(found)
+        elif isinstance(found, BundleMiss):
+            request.events.emit("weights.first", level=logging.WARNING, reason=str(found))
     with request.events.span("weights", level=logging.INFO):
         weights()
 

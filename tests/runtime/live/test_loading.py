@@ -46,7 +46,7 @@ def reading():
 
 def config(folder, **settings):
     common = {"inputs": INPUTS, "max_num_tokens": 8, "graph_mode": "NONE", "compiler": "text"}
-    return Config(**common, cache_dir=folder, **settings)
+    return Config(**{**common, "cache_dir": folder, **settings})
 
 
 def without_weights(device="meta"):
@@ -116,19 +116,33 @@ def test_what_a_value_of_the_loader_changes_is_compiled_after_it_and_named(loade
 
 
 @pytest.mark.parametrize(
-    ("settings", "arguments", "words"),
+    ("arguments", "words"),
     [
-        ({"cache": False}, {"weights": print, "device": "cpu"}, "is kept in the cache"),
-        ({}, {}, r"prepare\(weights="),
-        ({}, {"weights": lambda: None, "device": "cpu"}, "on the meta device"),
-        ({}, {"weights": lambda: None, "device": "nowhere"}, "setting device"),
+        ({}, r"prepare\(weights="),
+        ({"weights": lambda: None, "device": "cpu"}, "on the meta device"),
+        ({"weights": lambda: None, "device": "nowhere"}, "setting device"),
     ],
 )
-def test_weights_on_the_meta_device_are_refused_by_name(
-    settings, arguments, words, loaded, tmp_path
-):
+def test_weights_on_the_meta_device_are_refused_by_name(arguments, words, loaded, tmp_path):
     with pytest.raises(InvalidSetting, match=words):
-        prepare(without_weights(), config(tmp_path, **settings), **arguments)
+        prepare(without_weights(), config(tmp_path), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"cache": False}, "the cache is off"), ({"compiler": "eager"}, "keeps no artifacts")],
+)
+def test_what_no_cache_keeps_is_compiled_once_after_the_weights(settings, reason, loaded, tmp_path):
+    model = without_weights()
+
+    def weights():
+        model.load_state_dict(loaded.state_dict(), assign=True)
+
+    served = prepare(model, config(tmp_path, **settings), weights=weights, device="cpu")
+    assert served.report()["counters"]["dynamo_traces"] == 1
+    (told,) = served.events.named("weights.first")
+    assert reason in told.facts["reason"]
+    same(served, loaded)
 
 
 def test_a_loader_that_fails_is_the_error(loaded, tmp_path):
