@@ -97,6 +97,7 @@ def record(
         raise capture_failure(error, name) from error
     finally:
         ACTIVE.reset(token)
+        metadata.restore()  # the next dummy batch may be given the same object
         recorder.ownership.reads = nullcontext  # no cycle: a graph holds its ownership
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
     recording.notes = notes

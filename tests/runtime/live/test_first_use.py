@@ -166,12 +166,15 @@ class Deriving(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("is_one", [True, False])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
-def test_sglang_38994_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode):
+def test_sglang_38994_what_is_derived_from_metadata_when_it_is_needed_is_in_the_graph(mode, is_one):
+    """Also if all dummy batches are given one object."""
     model, lens = Deriving(), torch.ones(16)
+    one = Metadata(lens)
     prepared = prepared_for(model, {}, mode, splitting_ops=("first_tests::derive",))
     prepared.watch("lens", lens)
-    prepared.capture(lambda descriptor, mode: Metadata(lens))
+    prepared.capture(lambda descriptor, mode: one if is_one else Metadata(lens))
     for value, rows in itertools.product((1.0, 5.0), (3, 2)):  # of the first graph, and a later one
         lens.fill_(value)
         x = torch.rand(rows, 4)
