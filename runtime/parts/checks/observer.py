@@ -174,6 +174,8 @@ class Observer:
                     self._noting.refuse(path, f"a {kind.__name__}, of which C code has a part")
                 return value  # what it reads is noted when it does
             if isinstance(obj, nn.Module) and name in OF_ANY_MODULE:
+                if isinstance(value, dict):  # what it holds, and its hooks
+                    self._whole(f"{path}.{name}", value)
                 return value
             return self._hand_out(f"{path}.{name}".lstrip("."), value)
 

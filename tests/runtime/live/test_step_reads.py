@@ -218,6 +218,31 @@ def test_an_attribute_of_a_module_among_layers_that_changes(change):
         step(prepared, Metadata(2.0))
 
 
+IN_MODULES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    "another module": (len, lambda m: m.append(nn.ReLU())),
+    "a hook": (lambda m: m(torch.ones(4)), lambda m: m.register_forward_hook(lambda *_: None)),
+    "of one in a row": (lambda m: [each.scale for each in m], lambda m: setattr(m[0], "scale", 2)),
+    "a parameter": (lambda m: len(list(m.parameters())), lambda m: m.append(nn.Linear(4, 4))),
+}
+
+
+@pytest.mark.parametrize("change", IN_MODULES)
+def test_what_a_module_among_layers_holds_is_compared(change):
+    read, changes = IN_MODULES[change]
+    module: Any = nn.Sequential(nn.Linear(4, 4))
+    module[0].scale = 1
+    context, reads = ForwardContext({"a": module}), StepReads()
+    reads.watch(context)
+    reads.open()
+    read(context.layers["a"])
+    reads.close()
+    reads.finish()
+    reads.check(ForwardContext({"a": module}))
+    changes(module)
+    with pytest.raises(StaleContext, match=r"layers\['a'\]"):
+        reads.check(ForwardContext({"a": module}))
+
+
 def test_what_splitting_ops_read_and_what_is_declared_may_change():
     prepared = prepared_for(lambda m: 1.0 + m.bound, "PIECEWISE")
     changed = Metadata(4.0)
