@@ -392,7 +392,7 @@ class Records:
     @property
     def counters(self) -> Counter[str]:
         """Counters of this model: `dynamo_traces`, `cache.hit`, …"""
-        return self.events.counters.copy()  # threads add to it
+        return self.events.counters
 
     @property
     def phases(self) -> list[tuple[str, float]]:

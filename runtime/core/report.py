@@ -35,7 +35,7 @@ def build_report(
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = records.compile.bundle
-    counters = records.counters
+    counters = records.counters.copy()  # threads add to it
     of_startup = list(record_kinds(StartupRecord))
     return {
         "startup": {
