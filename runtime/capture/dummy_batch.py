@@ -133,6 +133,8 @@ class DummyBatches:
         self._exchange = exchange
         self._checked = set[tuple[ModelCode, RuntimeMode, bool]]()
         """Code and modes, and whether of decode batches: all sizes run the same code."""
+        self._written_parameters: dict[ModelCode, list[Tensor]] = {}
+        """Of code that is not traced, by whatever it writes to them."""
         self._refused: DummyStepFailed | None = None
 
     @contextmanager
@@ -160,7 +162,8 @@ class DummyBatches:
                 if is_first:
                     with agreeing(agreement):
                         self._run_twice(code, views, state)
-                yield views
+                with preserve(self._written_parameters.get(code, ())):
+                    yield views
             if is_first:
                 agreement.before("the end of its first batch")
         except OtherRowsWritten as error:
@@ -187,8 +190,16 @@ class DummyBatches:
             code.call(*views)
             metadata.restore()  # each step has its own
 
-        objects = dict(code.compiled.model.named_modules()) | layers
-        run_twice(run, objects, state, views, self._emit)
+        model = code.compiled.model
+        held: dict[str, Tensor] = {}
+        for path, layer in layers.items():
+            held |= tensors_by_path(path, layer)
+        parameters = {} if code.compiled.traced else dict(model.named_parameters())
+        held |= {**_held_by_modules(model), **dict(model.named_buffers()), **parameters}
+        objects = dict(model.named_modules()) | layers
+        written = run_twice(run, objects, state, held, views, self._emit)
+        also: list[Tensor] = [each for name, each in parameters.items() if name in written]
+        self._written_parameters[code] = also
 
     def run(self, sizes: Mapping[str, int] = {}) -> None:
         """Run the code of each form without a graph on a dummy batch, by default the largest."""
@@ -230,9 +241,7 @@ def model_state(compiled: CompiledModel) -> dict[str, Tensor]:
     """The weights and buffers that compiled code writes to, by name; code that is not traced may
     write to any buffer, and any other tensor that its modules hold but their parameters."""
     if not compiled.traced:
-        modules = compiled.model.named_modules()
-        held = {f"{path}.{name}": t for path, module in modules for name, t in _held(module)}
-        return {**dict(compiled.model.named_buffers()), **held}
+        return {**dict(compiled.model.named_buffers()), **_held_by_modules(compiled.model)}
     written = [weight.target for weight in compiled.plan.weights if weight.written]
     return {name: compiled.weights[name] for name in written}
 
@@ -244,13 +253,16 @@ def constant_storages(compiled: CompiledModel) -> set[int]:
     return {storage_id(tensor) for tensor in memory_of(read)}
 
 
-def _held(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in the attributes of a module, without parameters, buffers and what modules hold."""
-    for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
-            for path, tensor in tensors_by_path(name, value):
-                if not isinstance(tensor, torch.nn.Parameter):
-                    yield path, tensor
+def _held_by_modules(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Tensors in the attributes of modules, without parameters and buffers."""
+    return {
+        path: tensor
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for path, tensor in tensors_by_path(f"{prefix}.{name}", value)
+        if not isinstance(tensor, torch.nn.Parameter)
+    }
 
 
 @contextmanager

@@ -4,7 +4,8 @@ A dummy batch restores the buffers that it writes, not the attributes. A model t
 and clears a flag when it first runs would find the flag cleared and the buffer as it was. So the
 first dummy batch of each kind runs the code twice before anything else: what only the first run
 writes is such a set-up. Of attributes alone, such as a table that is made when it is needed, it is
-kept. With a buffer it is undone and refused: its values would come from padding.
+kept. With a tensor that is there before, such as a buffer of a layer, it is undone and refused: its
+values would come from padding.
 """
 
 from __future__ import annotations
@@ -19,10 +20,19 @@ from ...compile.held_values import HeldValues
 from ...compile.ir.ops import is_custom
 from ...errors import SetUpOnFirstUse
 from ...torch_compat.basics.ops import op_name
-from ...torch_compat.basics.tensors import LightDispatchMode, without_regions
+from ...torch_compat.basics.tensors import (
+    LightDispatchMode,
+    has_plain_memory,
+    without_regions,
+    writes_counted,
+)
 from ..core.preserved import SavedMemory
 
 UNDONE = "nothing of it was kept"
+SMALL = 64 << 10
+"""Bytes up to which any tensor is compared by its values, and restored. Of a larger one that is not
+known to be written the in-place writes are compared that torch has counted."""
+
 STAYS = "that it ran is noted outside of the model and its layers, and could not be undone"
 
 
@@ -30,25 +40,26 @@ def run_twice(
     run: Callable[[], object],
     objects: Mapping[str, Any],
     state: Mapping[str, Tensor],
+    held: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     emit: Callable[..., None],
-) -> None:
+) -> set[str]:
     """Run code that may write attributes of `objects` and tensors of `state`, each by name.
 
-    Emits `first_use` for what is kept, and raises SetUpOnFirstUse for what is not.
+    It may also write tensors of `held`, which have all that the model and its layers hold. Returns
+    the names of tensors that each run writes. Emits `first_use` for what is kept, and raises
+    SetUpOnFirstUse for what is not.
     """
-    before, memory = HeldValues(objects), SavedMemory(list(state.values()), inputs)
+    before, tensors = HeldValues(objects), _Tensors(state, held, inputs)
 
-    def changes(held: HeldValues) -> tuple[set[str], set[str]]:
-        elements = memory.changed(memory.now())
-        tensors = zip(state, elements, strict=True)
-        return {name for name, each in tensors if each.any()}, set(held.changed())
+    def changes(attributes: HeldValues) -> tuple[set[str], set[str]]:
+        return tensors.written(), set(attributes.changed())
 
     def again() -> tuple[set[str], set[str]]:
-        memory.restore()
-        held = HeldValues(objects)
+        tensors.restore()
+        attributes = HeldValues(objects)
         run()
-        return changes(held)
+        return changes(attributes)
 
     def found(names: tuple[set[str], set[str]]) -> bool:
         return any(map(set.intersection, changes(before), names))
@@ -57,22 +68,65 @@ def run_twice(
         with without_regions():
             run()
             first = changes(before)
-            written, set_up = map(set.difference, first, again())
+            each_run = again()
+            written, set_up = map(set.difference, first, each_run)
             if written or set_up:  # once more, to find the op
-                memory.restore()
+                tensors.restore()
                 before.restore()
                 with _Blame(lambda: found((written, set_up))) as blame:
                     run()
-            memory.restore()
+            tensors.restore()
         if written:
             names = ", ".join(map(repr, sorted(written | set_up)))
-            left = UNDONE if set_up else STAYS
+            left = UNDONE if set_up and written <= tensors.saved else STAYS
             raise SetUpOnFirstUse(op=blame.op or "the model", names=names, left=left)
     except BaseException:
         before.restore()
         raise
     if set_up:
         emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
+    return each_run[0]
+
+
+class _Tensors:
+    """What tensors of a model hold. `saved` are the names of those that can be restored."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], held: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        known = set(map(id, state.values()))
+        other = {id(each): name for name, each in held.items() if _is_plain(each)}
+        rest = {name: held[name] for at, name in other.items() if at not in known}
+        small = {name: each for name, each in rest.items() if each.nbytes <= SMALL}
+        saved = {**state, **small}
+        self.saved = saved.keys()
+        self._memory = SavedMemory(list(saved.values()), inputs)
+        self._counted = [
+            (name, each)
+            for name, each in rest.items()
+            if name not in small and not each.is_inference()
+        ]
+        self._before = self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        return {name: writes_counted(each) for name, each in self._counted}
+
+    def restore(self) -> None:
+        """Also begins to count anew."""
+        self._memory.restore()
+        self._before = self._counts()
+
+    def written(self) -> set[str]:
+        """Names of those that are not as after `restore`."""
+        elements = self._memory.changed(self._memory.now())
+        changed = {name for name, each in zip(self.saved, elements, strict=True) if each.any()}
+        now = self._counts()
+        return changed | {name for name, count in self._before.items() if now[name] != count}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its values can be compared."""
+    return has_plain_memory(tensor) and type(tensor.detach()) is Tensor and not tensor.is_meta
 
 
 class _Blame(LightDispatchMode):

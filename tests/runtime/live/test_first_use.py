@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, ForwardContext, forward_context, prepare
 from piecegraph.errors import SetUpOnFirstUse
+from piecegraph.runtime.capture.first_use import UNDONE
 from piecegraph.runtime.forward_context import get_forward_context
 
 from ..conftest import small_config, strict_backend
@@ -57,6 +58,15 @@ def calculate(x, scale):
     layer.act(layer, x, scale)
 
 
+def scale_by_layer(x, out):
+    """Its scale is no argument: no schema tells that it is written."""
+    layer = get_forward_context().layers["layer"]
+    if not layer.ready:
+        layer.scale.fill_(x.abs().max() + 2)
+        layer.ready = True
+    out.copy_(x * layer.scale[0])
+
+
 def derive(x, out):
     metadata = get_forward_context().metadata
     if metadata.derived is None:
@@ -68,6 +78,7 @@ def derive(x, out):
 def ops(temporary_op):
     temporary_op("first_tests::calculate", "(Tensor x, Tensor(a!) scale) -> ()", calculate)
     temporary_op("first_tests::derive", "(Tensor x, Tensor(a!) out) -> ()", derive)
+    temporary_op("first_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale_by_layer)
 
 
 class Model(nn.Module):
@@ -143,6 +154,71 @@ def test_attributes_that_the_first_run_makes_are_kept_and_told(model, mode, spli
     (event,) = prepared.events.named("first_use")
     assert event.facts["op"] == OP
     assert [name.rpartition(".")[2] for name in event.facts["names"]] == ["ready", "table"]
+
+
+class Attention(nn.Module):
+    ready = False
+
+    def __init__(self, kind, size):
+        super().__init__()
+        scale = torch.ones(size)
+        if kind == "buffer":
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = nn.Parameter(scale, requires_grad=False) if kind == "parameter" else scale
+
+
+class Scaling(nn.Module):
+    """`attention`, which the op finds among the layers, may be a module of the model."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x):
+        torch.ops.first_tests.scale(x, out := torch.empty_like(x))
+        return out + 1
+
+
+@pytest.mark.parametrize("size", [1, 20_000])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["buffer", "parameter", "attribute", "of no module"])
+def test_a_tensor_of_a_layer_that_the_first_run_fills_is_refused(kind, compiled, size):
+    """No trace knows it. One that is large is not copied, and so cannot be restored."""
+    plain = kind == "of no module"
+    layer = SimpleNamespace(ready=False, scale=torch.ones(size)) if plain else Attention(kind, size)
+    model = Scaling(None if plain else layer)
+    splits = ("first_tests::scale",)
+    for mode in ("PIECEWISE", "FULL"):
+        prepared = prepared_for(
+            model, {"layer": layer}, mode, splitting_ops=splits, compile=compiled
+        )
+        for _ in range(2):
+            with pytest.raises(
+                SetUpOnFirstUse, match="first_tests::scale sets up .*scale"
+            ) as raised:
+                prepared.capture()
+        restored = raised.value.facts["left"] == UNDONE
+        assert restored is (layer.scale[0].item() == 1)
+        assert restored or size > 1
+        assert not layer.ready
+
+
+def test_a_parameter_that_code_without_a_trace_writes_is_restored():
+    class Halving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def forward(self, x):
+            self.scale.data.mul_(0.5)
+            return x * self.scale
+
+    model = Halving()
+    prepared = prepared_for(model, {}, "FULL", splitting_ops=(), compile=False)
+    prepared.capture()
+    assert model.scale[0].item() == 1
+    assert prepared(torch.ones(4, 4), batch=Batch(4, 1))[0, 0].item() == 0.5
 
 
 def test_what_each_run_writes_is_restored_and_no_set_up(model):
