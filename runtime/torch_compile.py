@@ -35,6 +35,7 @@ from ..compile.trace.dynamo import Trace
 from ..compile.trace.examples import Examples, Leaf
 from ..compile.trace.inline_regions import inline_regions
 from ..compile.trace.mutations import dense_tensors, written_storages
+from ..compile.trace.size_asserts import keep_value_asserts
 from ..compile.trace.symbols import argument_sizes, symbol_labels
 from ..config import Config, compile_config
 from ..errors import GradientsNeeded, InvalidSetting
@@ -161,6 +162,7 @@ def _compiled(
     tensors = _tensors_as_inputs(graph)
     if torch.is_grad_enabled() and any(map(_needs_gradient, [*inputs, *tensors])):
         raise GradientsNeeded()
+    keep_value_asserts(graph)
     inline_regions(graph)
     names = [name for node in graph.graph.nodes for name in op_names(node)]
     trace = _adopted(graph)

@@ -2,14 +2,14 @@
 
 Tracing with unbacked sizes writes what it assumed into the graph as assertion nodes. They would run
 at every step and make the first piece differ from the others; a proof makes them unnecessary.
-An assertion about a size that depends on data stays in the graph.
+An assertion about a size that depends on data stays in the graph, and so do those about values.
 """
 
 from __future__ import annotations
 
 import sympy
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ...torch_compat.basics.symbolic import expression_of
 from ..ir.locations import node_location
@@ -21,7 +21,10 @@ SizeAssert = tuple[sympy.Basic, str | None]
 
 
 def take_size_asserts(trace: Trace) -> list[SizeAssert]:
-    """Remove the assertions about sizes of arguments from the graph and return them in order."""
+    """Remove the assertions about sizes of arguments from the graph and return them in order.
+
+    Those about values are kept from being dropped."""
+    keep_value_asserts(trace.graph)
     graph, follow = trace.graph.graph, computed_from_sizes(trace)
     taken: list[SizeAssert] = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
@@ -36,6 +39,17 @@ def take_size_asserts(trace: Trace) -> list[SizeAssert]:
         taken.append((expression, node_location(node)))
         _erase(graph, node)
     return taken
+
+
+def keep_value_asserts(graph: GraphModule) -> None:
+    """Give assertions about values the message that torch has for them: AOTAutograd drops an
+    assertion without one."""
+    for module in (each for each in graph.modules() if isinstance(each, GraphModule)):
+        for node in module.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name in ("_assert_async", "_assert_async.default") and len(node.args) == 1:
+                node.target = getattr(node.target, "overloadpacket", node.target)
+                node.args = (*node.args, "Expected Tensor with single nonzero value, but got zero")
 
 
 def _erase(graph: Graph, node: Node) -> None:

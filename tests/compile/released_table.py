@@ -5,7 +5,8 @@ cd tests; python -m compile.released_table RESULTS.json [NAME…] [--compiler in
 Each configuration of released.json is proved as it is published. A copy with its widths reduced and
 all else as published is then prepared on the replay backend with poisoned memory, and requests in
 PIECEWISE steps are compared with its own `forward(input_ids)`, alone and without position ids.
-Pieces are kept as text, or by Inductor. The copy is prepared again in a second process (`warm`).
+Pieces are kept as text, or by Inductor. A second process does so again from the bundle, with other
+weights (`warm`).
 Each start has a process of its own, forked from this one, which prepares nothing. Rows are added
 to a JSON file as they come; the program may be started again, and several at once with a file of
 their own. `--beside` prepares all copies of a file in one process, one after the other.
@@ -40,6 +41,7 @@ from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PiecegraphError
 from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests, proof
 from piecegraph.tools.integrations.transformers.rope import settle_rope
+from piecegraph.tools.integrations.transformers.routing import errors_of
 from piecegraph.tools.integrations.transformers.small import (
     build_calm,
     counterparts,
@@ -65,9 +67,11 @@ class Copy:
     proof: proof.Requirements
     cache: Path
 
-    def model(self):
-        """With random weights, and buffers as transformers casts them."""
+    def model(self, others=False):
+        """With random weights, or `others`, and buffers as transformers casts them."""
         model = build_calm(self.kind, self.config)
+        for weight in model.parameters() if others else ():
+            weight.data = weight.data.roll(1, 0)
         buffers = (b for name, b in model.named_buffers() if "freq" not in name)
         for tensor in (*model.parameters(), *buffers):
             if tensor.is_floating_point():
@@ -76,9 +80,9 @@ class Copy:
         settle_rope(model)
         return model
 
-    def prepared(self):
+    def prepared(self, others=False):
         """The model, the one for steps, and that prepared."""
-        own = self.model()
+        own = self.model(others)
         proof.prove = lambda model: self.proof
         packed = PackedModel(copy.deepcopy(own), config=pg.Config(cache_dir=self.cache))
         config = pg.Config(
@@ -95,7 +99,8 @@ def cold(name, dtype, compiler, folder):
     began = time.perf_counter()
     published = released_model(name, getattr(torch, dtype))
     try:
-        known = proof.prove(published)
+        with errors_of(published):
+            known = proof.prove(published)
     except PiecegraphError as error:
         seconds = round(time.perf_counter() - began, 1)
         return {"outcome": "refused", "reason": str(error), "seconds": seconds}
@@ -112,9 +117,9 @@ def cold(name, dtype, compiler, folder):
     return row
 
 
-def compared(small):
+def compared(small, others=False):
     """One start and its steps."""
-    own, packed, prepared = small.prepared()
+    own, packed, prepared = small.prepared(others)
     dtype = small.dtype
     prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
     exact = copy.deepcopy(own).float() if dtype != "float32" else own
@@ -148,6 +153,7 @@ def compared(small):
         "outcome": outcome if modes == {"PIECEWISE"} else f"{outcome} (NONE)",
         "difference": worst,
         "mixers": mixers,
+        "hit": bool(prepared.compiled.from_bundle),
         "kept": not prepared.report()["cache"]["not_cacheable"],
     }
 
@@ -156,6 +162,12 @@ def hit(folder):
     """Whether a start is warm."""
     small = pickle.loads((folder / "copy").read_bytes())
     return bool(small.prepared()[2].compiled.from_bundle)
+
+
+def warm(folder):
+    """Whether a start with other weights is warm, and its steps are equal."""
+    row = compared(pickle.loads((folder / "copy").read_bytes()), others=True)
+    return row["hit"] and row["outcome"].startswith("equal")
 
 
 def beside(folders):
@@ -200,7 +212,7 @@ def row_of(name, dtype, compiler, root):
     try:
         row |= apart(cold, name, dtype, compiler, folder)
         if (folder / "copy").exists():
-            row |= {"warm": apart(hit, folder), "folder": str(folder)}
+            row |= {"warm": apart(warm, folder), "folder": str(folder)}
     except RuntimeError as error:
         row |= {"outcome": row.get("outcome", "failed"), "reason": str(error)}
     return row

@@ -98,7 +98,7 @@ def test_full_graphs_of_programs(name):
 
 def test_an_assertion_on_values_holds_in_each_replay():
     body = asserted(lambda x: (x >= 0).all(), torch._assert_async)
-    for way in BOTH:
+    for way in (*BOTH, {"compiler": "inductor"}):
         model = prepared(body, **way)
         for sign in (1, -1, 1):
             x = sign * torch.ones(8, 4)
@@ -107,6 +107,11 @@ def test_an_assertion_on_values_holds_in_each_replay():
                 continue
             with pytest.raises(RuntimeError, match="nonzero value"):
                 full_step(model, x)
+    options = {"compiler": "inductor", "cache": False, "strict": True}
+    fast = torch.compile(body, backend="piecegraph", fullgraph=True, options=options)
+    assert torch.equal(fast(x), x * 2)
+    with pytest.raises(RuntimeError, match="nonzero value"):
+        fast(-x)
 
 
 CONDITIONS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
