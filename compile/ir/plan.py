@@ -79,6 +79,9 @@ class Constant(Frozen):
     """Whether it is the parameter's default, an object that is compared by identity."""
 
 
+_TENSORS = ("Tensor", "Parameter")
+
+
 class Container(Frozen):
     """A dict, list or other object among the arguments that holds inputs and constants."""
 
@@ -86,7 +89,8 @@ class Container(Frozen):
     kind: tuple[str, str]
     """Module and qualified name of its class."""
     keys: tuple[str | int, ...] | int | None
-    """The keys of a mapping in order, the length of a sequence, None where the class has fields."""
+    """The keys of a mapping in order, the length of a sequence, None where the class has fields. Of
+    a tensor that nothing reads its dtype and sizes, with names of those that are dynamic."""
 
     @classmethod
     def of(cls, path: Path, value: Any) -> Container:
@@ -95,9 +99,15 @@ class Container(Frozen):
         keys: Any = None
         if isinstance(value, Mapping):
             keys = tuple(value)
+        elif kind[1] in _TENSORS:
+            keys = str(value.dtype).removeprefix("torch."), *value.shape
         elif isinstance(value, Sequence) and not hasattr(value, "_fields"):
             keys = len(value)
         return cls.model_construct(path=path, kind=kind, keys=keys)
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind[0].startswith("torch") and self.kind[1] in _TENSORS
 
     @property
     def form(self) -> str:
@@ -105,6 +115,8 @@ class Container(Frozen):
         name = f"a {self.kind[1]}"
         if self.keys is None:
             return name
+        if self.is_tensor and isinstance(self.keys, tuple):
+            return f"a {self.keys[0]}[{', '.join(map(str, self.keys[1:]))}]"
         holds = f"{self.keys} items" if isinstance(self.keys, int) else repr(list(self.keys))[1:-1]
         return f"{name} with {holds or 'nothing in it'}"
 

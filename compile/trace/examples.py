@@ -97,10 +97,16 @@ class Examples:
             for path, value in containers_with_paths(self.arguments)
             if path and (value or len(path) > 1 or path[0] not in variadic)
         ]
+        containers = [Container.of(path, value) for path, value in held]
         for leaf in self.leaves():
             if read is not None and isinstance(leaf.value, torch.Tensor) and leaf.path not in read:
-                held.append((leaf.path, leaf.value))
-        return tuple(Container.of(path, value) for path, value in held)
+                tensor = Container.of(leaf.path, leaf.value)
+                if isinstance(tensor.keys, tuple):  # None of a subclass
+                    dtype, *sizes = tensor.keys
+                    names = [self.symbols.get((leaf.label, dim), n) for dim, n in enumerate(sizes)]
+                    tensor = tensor.model_copy(update={"keys": (dtype, *names)})
+                containers.append(tensor)
+        return tuple(containers)
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = inspect.BoundArguments(self.signature, dict(self.arguments))

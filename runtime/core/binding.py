@@ -46,6 +46,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         "_pg_other": _other_container,
         "_pg_type": type,
         "_pg_more": more_attributes,
+        "_pg_torch": torch,
         "fixed": _fixed,
         "beyond": _beyond,
         "broken": _broken,
@@ -115,6 +116,7 @@ def fits(plan: Plan, signature: inspect.Signature) -> Callable[..., bool]:
         "_pg_type": type,
         "_pg_more": more_attributes,
         "_pg_tensor": torch.Tensor,
+        "_pg_torch": torch,
         **defaults,
     }
     skeleton = Skeleton(plan, signature, names)
@@ -241,6 +243,11 @@ def _differs(container: Container, value: str) -> str:
         test = f"{kind}.__qualname__ != {name!r} or {kind}.__module__ != {module!r}"
     if isinstance(keys, int):
         return f"{test} or len({value}) != {keys}"
+    if container.is_tensor and isinstance(keys, tuple):
+        dtype, *sizes = keys
+        fixed = [f"{value}.shape[{dim}] != {n}" for dim, n in enumerate(sizes) if type(n) is int]
+        form = [f"{value}.dtype is not _pg_torch.{dtype}", f"{value}.dim() != {len(sizes)}"]
+        return " or ".join([test, *form, *fixed])
     return f"{test} or _pg_more({value})" if keys is None else f"{test} or (*{value},) != {keys!r}"
 
 
@@ -255,12 +262,17 @@ def _other_container(expected: Container, value: Any) -> None:
 def more_attributes(value: Any) -> set[str]:
     """Attributes of a dataclass that neither its class nor the code of its methods names."""
     kind: Any = type(value)
-    return getattr(value, "__dict__", {}).keys() - _of_class(kind)
+    return vars(value).keys() - _of_class(kind) if _has_fields(kind) else set()
+
+
+@lru_cache
+def _has_fields(kind: Any) -> bool:
+    return is_dataclass(kind) and "__dict__" in dir(kind)
 
 
 @lru_cache
 def _of_class(kind: type) -> frozenset[str]:
-    names = [*dir(kind), *(each.name for each in fields(kind))] if is_dataclass(kind) else []
+    names = [*dir(kind), *(each.name for each in fields(kind))]
     methods = [each for base in kind.__mro__ for each in vars(base).values()]
     codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
     return frozenset(names).union(*(code.co_names for code in codes))

@@ -137,6 +137,24 @@ def run(prepared, tree, **more):
     assert torch.equal(got, Model()(x, tree, **more))
 
 
+class ReadsSizes(nn.Module):
+    def forward(self, x, y, z):
+        return x * (y.shape[0] + y.dtype.itemsize)
+
+
+def test_sizes_of_a_tensor_of_which_a_trace_reads_nothing_else_are_compared():
+    inputs = {"x": "float32[num_tokens, 4]", "z": "float32[num_tokens, 2]"}
+    config = small_config(inputs=inputs, graph_mode="NONE")
+    y, z = torch.ones(4), torch.ones(ROWS, 2)
+    prepared = prepare(ReadsSizes(), config, examples=((torch.ones(ROWS, 4), y, z), {}))
+    for rows in (ROWS, 2):
+        x = torch.ones(rows, 4)
+        assert prepared(x, y, z[:rows], batch=Batch(rows, rows)).unique().tolist() == [8.0]
+    for other in (torch.ones(5), torch.ones(4).double(), torch.ones(4, 1)):
+        with pytest.raises(InputMismatch, match=r"'y' is a .*\[.* a float32\[4\]"):
+            prepared(torch.ones(ROWS, 4), other, z, batch=Batch(ROWS, ROWS))
+
+
 @dataclass
 class Derived(Fields):
     def __post_init__(self):
@@ -210,7 +228,7 @@ def test_what_the_graph_does_not_read_is_compared_too():
     x, mask = torch.rand(ROWS, 4), torch.ones(4)
     prepared = prepare(Unread(), config, examples=((torch.ones(ROWS, 4), mask), {}))
     assert torch.equal(prepared(x, mask, batch=Batch(ROWS, ROWS)), Unread()(x, mask))
-    with pytest.raises(InputMismatch, match="'mask' is a NoneType, but .* a Tensor"):
+    with pytest.raises(InputMismatch, match="'mask' is a NoneType, but .* a float32"):
         prepared(x, batch=Batch(ROWS, ROWS))
     with pytest.raises(ArgumentFixed, match="'act' is"):
         prepared(x, mask, torch.tanh, batch=Batch(ROWS, ROWS))
