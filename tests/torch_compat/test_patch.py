@@ -1,6 +1,8 @@
 """Process-wide state of torch: the lock, cache variables, modes, replacements."""
 
 import os
+import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -68,6 +70,34 @@ def test_a_function_with_other_globals_is_called_in_the_same_way():
     other = patch.with_globals(added, {"os": "another"})
     assert other(1) == (1, 2, 3, 1, "another")
     assert added(1)[-1] is os
+
+
+FORKS_BESIDE_AN_IMPORT = """
+import os, threading, time
+from piecegraph.torch_compat.basics.patch import compiler_lock
+
+def compiles():
+    with compiler_lock():
+        inside.set()
+        time.sleep(0.5)  # the fork has begun, and waits
+        import torch.utils._filelock
+
+inside = threading.Event()
+thread = threading.Thread(target=compiles)
+thread.start()
+inside.wait()
+if (child := os.fork()) == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+thread.join()
+"""
+
+
+def test_a_fork_that_waits_for_a_compile_is_whole():
+    """Hooks that an import adds meanwhile would run after the fork only."""
+    command = [sys.executable, "-c", FORKS_BESIDE_AN_IMPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "ignored" not in done.stderr
 
 
 def test_cache_variables_set_inside_are_gone(monkeypatch):

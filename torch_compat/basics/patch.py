@@ -12,6 +12,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import filelock  # noqa: F401  # Inductor imports it in our thread; its hooks of forks come in pairs
 import torch
 
 _lock = threading.RLock()
