@@ -74,6 +74,7 @@ class IdleGraph:
     """A capture, which runs what it captures, and its graph, which runs nothing."""
 
     operations = 1
+    parts = ()
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
@@ -97,6 +98,7 @@ class IdleBackend:
 
     name = "idle"
     runs_python = False
+    notes_nodes = False
     order_steps = None
     graph_class = None
     poison_result = None

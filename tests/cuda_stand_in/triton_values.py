@@ -66,6 +66,7 @@ def _run_kernels_on_the_stream() -> None:
         on_stream(
             f"triton {self.fn.__name__}",
             lambda: interpret(self, *map(cpu_argument, launched), **kwargs),
+            launched,
         )
 
     def run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import struct
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -46,9 +47,20 @@ def _run(key: int) -> None:
 _host_function = _HOST_FUNCTION(_run)
 
 
-def on_stream(name: str, body: Callable[[], None]) -> None:
-    """Submit `body` to the current stream, where a kernel called `name` would run."""
+def on_stream(name: str, body: Callable[[], None], launched: Any = ()) -> None:
+    """Submit `body` to the current stream, where a kernel called `name` would run.
+
+    In a capture the node has the addresses in `launched`: the first as a parameter after an int,
+    the others in one struct, as those of `TensorIterator`.
+    """
     key = next(_keys)
+    if torch.cuda.is_current_stream_capturing():
+        leaves = tree_leaves(launched)
+        places = [each.first() for each in leaves if isinstance(each, Address)]
+        sizes = [4, *(8 for _ in places[:1]), *(8 * len(places[1:]) for _ in places[1:2])]
+        data = struct.pack(f"=i{len(places)}q", 0, *places)
+        of_each = (ctypes.c_int * len(sizes))(*sizes)
+        cudart.stand_in_next_is_kernel(name.encode(), data, of_each, len(sizes))
     _bodies[key] = body if _computing else _nothing  # kept for good: a graph may run it again
     stream = torch.cuda.current_stream().cuda_stream
     status = cudart.cudaLaunchHostFunc(stream, _host_function, key)
@@ -101,6 +113,10 @@ class Address:
         self.start, self.num_bytes = storage.data_ptr(), storage.nbytes()
         self.dtype = tensor.dtype
         self.view = (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def first(self) -> int:
+        """Of the first element."""
+        return self.start + self.view[0] * self.dtype.itemsize
 
     def on_cpu(self) -> torch.Tensor:
         """A CPU tensor on the same memory, which it does not own."""
@@ -185,11 +201,11 @@ def kernel_of(op: Any) -> Callable[..., Any]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
-    def launch(body: Callable[[], None], args: Any, kwargs: Any) -> None:
+    def launch(body: Callable[[], None], args: Any, kwargs: Any, launched: Any) -> None:
         if torch.Tag.nondeterministic_seeded in op.tags:
             given = tree_leaves((args, kwargs))
             body = drawing(body, [each for each in given if isinstance(each, torch.Generator)])
-        on_stream(name, body)
+        on_stream(name, body, launched)
 
     def writing(args: Any, kwargs: Any) -> Any:
         given = [args[at] if at < len(args) else kwargs.get(a.name) for at, a in written]
@@ -203,7 +219,7 @@ def kernel_of(op: Any) -> Callable[..., Any]:
             on_cpu = cpu_arguments(launched)
             op(*on_cpu[0], **on_cpu[1])
 
-        launch(body, args, kwargs)
+        launch(body, args, kwargs, launched)
         if not schema.returns:
             return None
         return given[0] if len(schema.returns) == 1 else tuple(given)
@@ -226,7 +242,7 @@ def kernel_of(op: Any) -> Callable[..., Any]:
                 if address is not None:
                     address.on_cpu().copy_(result)
 
-        launch(body, args, kwargs)
+        launch(body, args, kwargs, (launched, addresses))
         return type(made)(outputs) if isinstance(made, (tuple, list)) else outputs[0]
 
     def waiting(args: Any, kwargs: Any) -> Any:
@@ -264,18 +280,18 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             )
         if target.is_cuda and source.is_cuda:
             to, origin = Address(target), Address(source)
-            on_stream("copy", lambda: _copy(to.on_cpu(), origin.on_cpu()))
+            on_stream("copy", lambda: _copy(to.on_cpu(), origin.on_cpu()), (to, origin))
         elif target.is_cuda:
             to = Address(target)
             late = source.is_pinned() and (non_blocking or capturing)  # read when the copy runs
             held = source if late else source.clone()
-            on_stream("copy to the device", lambda: _copy(to.on_cpu(), held))
+            on_stream("copy to the device", lambda: _copy(to.on_cpu(), held), to)
             if not late:  # the driver may wait for the stream to stage pageable memory
                 stream.synchronize()
         else:
             origin = Address(source)
             if target.is_pinned() and (non_blocking or capturing):
-                on_stream("copy to the host", lambda: _copy(target, origin.on_cpu()))
+                on_stream("copy to the host", lambda: _copy(target, origin.on_cpu()), origin)
             else:
                 stream.synchronize()
                 _copy(target, origin.on_cpu())

@@ -1,5 +1,6 @@
 """CUDA graphs below the Python surface."""
 
+import ctypes
 import sys
 from contextlib import suppress
 
@@ -27,7 +28,7 @@ def test_object_that_is_kept_forever_gains_a_reference():
 @pytest.mark.gpu
 def test_captured_nodes_are_counted_and_replayed():
     x = torch.zeros(4, device="cuda")
-    assert cuda.captured_nodes() == 0
+    assert cuda.captured_nodes() == len(cuda.nodes_of_capture()) == 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert cuda.captured_nodes() == 0
@@ -41,6 +42,15 @@ def test_captured_nodes_are_counted_and_replayed():
     assert torch.equal(x, torch.ones_like(x))
     cuda.flush_host_cache()
     cuda.free_workspaces_of_captures(graph.pool())
+
+
+@pytest.mark.gpu
+def test_status_of_the_driver_is_given_and_what_it_has_not_is_an_error():
+    assert cuda.driver_status("cuInit", 0) == 0
+    with pytest.raises(AttributeError, match="cuNothing"):
+        cuda.driver_status("cuNothing")
+    with pytest.raises(RuntimeError, match="cuPointerGetAttribute returned CUDA driver error 1"):
+        cuda.driver("cuPointerGetAttribute", (ctypes.c_int * 1)(), 2, ctypes.c_uint64(64))
 
 
 @pytest.mark.gpu

@@ -2,7 +2,8 @@
 
 Operators, shapes and kernels are those of the trace that `capture(profile_dir=...)` writes: of the
 run before the capture, which launches what the graph replays. What an argument is the plan knows.
-A graph of the replay backend also has its operations, each with what lies where it reads.
+The operations are the nodes of the graph itself, of CUDA's as the driver tells them, each with what
+lies where it reads and writes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ... import PreparedModel
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.step_names import call_names, piece_names
 from ...errors import InvalidSetting
+from ...runtime.backends.protocol import Argument
 from ...runtime.capture.recording import Recording
 from ..report.sections import ReportSection, Table, as_markdown, columns
 
@@ -67,26 +67,40 @@ def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Fact
 def _operations(
     prepared: PreparedModel, graph_index: int, recording: Recording, plan: Plan
 ) -> Iterator[Facts]:
-    """Of a graph of the replay backend each operation in order, its part, and its arguments."""
+    """Each node of the graph in order, its part, and its arguments."""
     memory = prepared.parts.log.memory.get(graph_index, {})
-    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
-    part = ""
-    for graph in recording.graphs:
-        for op, tensors in getattr(graph, "nodes", ()):
-            if op == "compiled piece":
-                part = next(pieces, "")
-            elif part.startswith("piece"):
-                part = next(calls, "")
+    pieces = piece_names(plan)
+    between = _between(plan)
+    begun = 0
+    for part in (each for graph in recording.graphs for each in graph.parts):
+        begun += part.is_piece
+        name = pieces[begun - 1] if part.is_piece else between[begun]
+        for node in part.nodes:
             arguments = [
-                {"what": _what(tensor, memory, recording), "shape": list(tensor.shape)}
-                for tensor in tensors
+                {"what": _what(each, memory), "shape": each.shape} for each in node.arguments
             ]
-            yield {"part": part, "op": op, "arguments": arguments}
+            if node.unread:
+                arguments.append({"what": f"unknown: {node.unread}", "shape": None})
+            yield {
+                "part": name, "op": node.op, "node": node.kind, "kernel": node.kernel,
+                "launch": node.launch, "arguments": arguments,
+            }  # fmt: skip
 
 
-def _what(tensor: Tensor, memory: Mapping[int, str], recording: Recording) -> str:
-    unnamed = "intermediate" if recording.ownership.is_made(tensor) else "unknown"
-    return memory.get(tensor.untyped_storage().data_ptr(), unnamed)
+def _between(plan: Plan) -> list[str]:
+    """What runs before the first piece and after each: the names of the calls."""
+    calls, between = iter(call_names(plan)), [list[str]()]
+    for step in plan.steps:
+        if step.kind == "call":
+            between[-1].append(next(calls))
+        else:
+            between.append([])
+    return [", ".join(names) for names in between]
+
+
+def _what(argument: Argument, memory: Mapping[range, str]) -> str:
+    unnamed = "intermediate" if argument.is_made else "unknown"
+    return next((name for place, name in memory.items() if argument.address in place), unnamed)
 
 
 def _parts(plan: Plan) -> tuple[list[str], list[dict[str, str]]]:
@@ -162,8 +176,9 @@ def rendered_graph(facts: Facts, form: str) -> str:
         for name, what in part["takes"].items()
     ]
     operations = [
-        ("" if n else each["part"], "" if n else each["op"], argument["what"], argument["shape"])
+        (*(("", "", "") if n else of), argument["what"], argument["shape"] or "")
         for each in facts["operations"]
+        for of in [(each["part"], each["op"], _node_text(each))]
         for n, argument in enumerate(each["arguments"] or [{"what": "nothing", "shape": ""}])
     ]
     reads = [(path, value) for path, value in facts["reads"].items()]
@@ -171,7 +186,13 @@ def rendered_graph(facts: Facts, form: str) -> str:
     tables = [
         Table(rows, columns("part", "op", "shapes", "kernels"), "Nodes in order"),
         Table(takes, columns("part", "argument", "what it is"), "What each part takes"),
-        Table(operations, columns("part", "operation", "argument", "shape"), "Operations"),
+        Table(operations, columns("part", "operation", "node", "argument", "shape"), "Operations"),
         Table(reads, columns("read", "value, and where"), "Metadata and state"),
     ]
     return as_markdown(ReportSection(f"Graph {facts['graph']}", tables)) + "\n"
+
+
+def _node_text(node: Facts) -> str:
+    """`kernel gemm grid [8, 1, 1] block [128, 1, 1]`."""
+    launch = [f"{name} {value}" for name, value in node["launch"].items()]
+    return " ".join(filter(None, (node["node"], node["kernel"], *launch)))

@@ -17,7 +17,7 @@ def own_stream(device: int, priority: int) -> torch.cuda.Stream:
     """
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _driver("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
+        driver("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
     return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
 
 
@@ -30,9 +30,14 @@ current_stream_handle: Callable[[int], int] = getattr(
 A build without CUDA has none."""
 
 
-def _driver(name: str, *arguments: Any) -> None:
+def driver_status(name: str, *arguments: Any) -> int:
+    """What a function of the driver returns. Raises AttributeError where the driver has none."""
+    return int(getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments))
+
+
+def driver(name: str, *arguments: Any) -> None:
     """Call the driver. Raises RuntimeError, or OutOfMemoryError."""
-    if (error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)) != 0:
+    if (error := driver_status(name, *arguments)) != 0:
         kind = torch.OutOfMemoryError if error == _OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name} returned CUDA driver error {error}")
 
@@ -52,7 +57,13 @@ _INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
 
 def captured_nodes() -> int:
-    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
+    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture."""
+    return len(nodes_of_capture())
+
+
+def nodes_of_capture() -> list[int]:
+    """The nodes of the graph that the current stream is capturing into, in no order; none of an
+    invalid capture.
 
     The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
     spares `keep_graph=True`, which keeps each graph beside its executable form.
@@ -60,11 +71,14 @@ def captured_nodes() -> int:
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
-    _driver("cuStreamGetCaptureInfo_v2", stream, *out)
-    nodes = ctypes.c_size_t()
+    driver("cuStreamGetCaptureInfo_v2", stream, *out)
+    count = ctypes.c_size_t()
     if graph:
-        _driver("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
-    return nodes.value
+        driver("cuGraphGetNodes", graph, None, ctypes.byref(count))
+    nodes = (ctypes.c_size_t * count.value)()
+    if nodes:
+        driver("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    return list(nodes)
 
 
 def upload(graph: torch.cuda.CUDAGraph) -> None:
@@ -75,7 +89,7 @@ def upload(graph: torch.cuda.CUDAGraph) -> None:
     """
     stream = torch.cuda.current_stream().cuda_stream
     handles = (ctypes.c_void_p(handle) for handle in (graph.raw_cuda_graph_exec(), stream))
-    _driver("cuGraphUpload", *handles)
+    driver("cuGraphUpload", *handles)
 
 
 def free_workspaces_of_captures(pool: Any) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ....errors import MovedTensor
 from ....torch_compat.basics.ops import OpOverload
-from ..ownership import memory_of
+from ..ownership import COMPILED_PIECE, memory_of
+from ..protocol import Argument, GraphNode, GraphPart
 from .tape import COPIES, Operation, Tape, poison
 
 
@@ -72,15 +73,27 @@ class TapeGraph:
             )
 
     @property
-    def nodes(self) -> list[tuple[str, list[Tensor]]]:
-        """Its operations in order: the op or "compiled piece", and the tensors that it takes."""
-        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
-        return [(_op_of(call), memory_of((call.args, call.keywords))) for call in calls]
+    def parts(self) -> list[GraphPart]:
+        parts: list[GraphPart] = []
+        for op, tensors in self._nodes():
+            if (is_piece := op == COMPILED_PIECE) or not parts or parts[-1].is_piece:
+                parts.append(GraphPart(is_piece, []))
+            arguments = [
+                Argument(each.data_ptr(), self._ownership.is_made(each), [*each.shape])
+                for each in tensors
+            ]
+            parts[-1].nodes.append(GraphNode(op, "call", arguments))
+        return parts
 
     @property
     def reads(self) -> list[Tensor]:
         """The tensors that its operations take."""
-        return [tensor for _, tensors in self.nodes for tensor in tensors]
+        return [tensor for _, tensors in self._nodes() for tensor in tensors]
+
+    def _nodes(self) -> list[tuple[str, list[Tensor]]]:
+        """Its operations in order: the op or "compiled piece", and the tensors that it takes."""
+        calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
+        return [(_op_of(call), memory_of((call.args, call.keywords))) for call in calls]
 
     def release(self) -> None:
         self._released(self, self._made)
@@ -90,4 +103,4 @@ class TapeGraph:
 
 def _op_of(call: Operation) -> str:
     op = next((each for each in (call.func, *call.args[:1]) if isinstance(each, OpOverload)), None)
-    return "compiled piece" if op is None else str(op)
+    return COMPILED_PIECE if op is None else str(op)

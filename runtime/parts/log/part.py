@@ -50,8 +50,8 @@ class LogPart(Part):
         """Whether a step runs whose observers are told."""
         self._ranges = StepRanges()
         self._profiles: Path | None = None
-        self.memory: dict[int, dict[int, str]] = {}
-        """Of each graph captured with a profile: what lies where, by the address of the memory."""
+        self.memory: dict[int, dict[range, str]] = {}
+        """Of each graph captured with a profile: what lies where, by the addresses."""
 
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on.
@@ -123,7 +123,9 @@ class LogPart(Part):
             ) from error
 
     def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any] | None:
-        return None if self._profiles is None else profiled(self._profiles, entry)
+        if self._profiles is None:
+            return None
+        return profiled(self._profiles, entry, self._core.environment.backend)
 
     def around(self, run: Run) -> Run:
         if not self._observers:
@@ -193,9 +195,10 @@ class LogPart(Part):
             for each in self._core.steps.codes:
                 each.link(range_hooks)
 
-    def _memory_of(self, graph: InstalledGraph) -> dict[int, str]:
+    def _memory_of(self, graph: InstalledGraph) -> dict[range, str]:
         """Memory that the graph may read and that has a name. What the capture has made has none.
-        A tensor has the first of its names: metadata may lie in what is watched."""
+        A tensor has the first of its names: metadata may lie in what is watched. What lies beside
+        a tensor in its storage has the tensor's name, if it has no other."""
         compiled, context = graph.code.compiled, self._core.steps.context
         weights = {**compiled.weights, **dict(compiled.model.named_parameters())}
         named = {
@@ -210,11 +213,19 @@ class LogPart(Part):
                 *tensors_by_path("layers", dict(context.layers)),
             ],
         }
-        places: dict[int, str] = {}
+        places: dict[range, str] = {}
+        beside: dict[range, str] = {}
         for kind, tensors in named.items():
             for name, tensor in tensors:
-                places.setdefault(tensor.untyped_storage().data_ptr(), f"{kind} {name}")
-        return places
+                start, memory = tensor.data_ptr(), tensor.untyped_storage()
+                last = sum(
+                    (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
+                end = start + (last + 1) * tensor.itemsize if tensor.numel() else start
+                places.setdefault(range(start, end), f"{kind} {name}")
+                whole = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+                beside.setdefault(whole, f"{kind} {name}")
+        return {**places, **{place: name for place, name in beside.items() if place not in places}}
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers

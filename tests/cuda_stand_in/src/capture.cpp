@@ -176,9 +176,9 @@ EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* made) 
 EXPORT cudaError_t cudaGraphGetNodes(cudaGraph_t handle, cudaGraphNode_t* nodes, size_t* count) {
   ENTER(cudaGraphGetNodes);
   auto* graph = reinterpret_cast<Graph*>(handle);
-  if (nodes)
+  if (nodes)  // the last node first: the order is not stated
     for (size_t i = 0; i < std::min(*count, graph->nodes.size()); i++)
-      nodes[i] = reinterpret_cast<cudaGraphNode_t>(graph->nodes[i].get());
+      nodes[i] = reinterpret_cast<cudaGraphNode_t>(graph->nodes[graph->nodes.size() - 1 - i].get());
   *count = graph->nodes.size();
   return cudaSuccess;
 }

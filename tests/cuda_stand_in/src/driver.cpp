@@ -102,13 +102,14 @@ EXPORT CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, C
 EXPORT CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                               unsigned, CUstream stream, void**, void**) {
-  return as_driver(cudaLaunchKernel(function, {}, {}, nullptr, 0, stream));
+EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z, unsigned block_x,
+                               unsigned block_y, unsigned block_z, unsigned, CUstream stream, void**, void**) {
+  return as_driver(cudaLaunchKernel(function, {x, y, z}, {block_x, block_y, block_z}, nullptr, 0, stream));
 }
 
-EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void**, void**) {
-  return as_driver(cudaLaunchKernel(function, {}, {}, nullptr, 0, config->hStream));
+EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void**, void**) {
+  return cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, 0,
+                        c->hStream, nullptr, nullptr);
 }
 
 EXPORT CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
@@ -169,6 +170,77 @@ EXPORT CUresult cuStreamSynchronize(CUstream stream) { return as_driver(cudaStre
 
 EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
   return as_driver(cudaGraphGetNodes(graph, nodes, count));
+}
+
+// ---- nodes of graphs. A kernel of a library is told as a kernel, one of a module as a function; the
+// node itself stands for the kernel that a host function computes.
+
+EXPORT CUresult cuGraphNodeGetDependencies_v2(CUgraphNode node, CUgraphNode* before, CUgraphEdgeData*, size_t* count) {
+  return as_driver(cudaGraphNodeGetDependencies(node, before, nullptr, count));
+}
+
+EXPORT CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
+  *type = reinterpret_cast<GraphNode*>(node)->facts.type;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphKernelNodeGetParams_v2(CUgraphNode handle, CUDA_KERNEL_NODE_PARAMS_v2* out) {
+  auto* node = reinterpret_cast<GraphNode*>(handle);
+  NodeFacts& facts = node->facts;
+  if (facts.type != CU_GRAPH_NODE_TYPE_KERNEL) return CUDA_ERROR_INVALID_VALUE;
+  *out = {nullptr,       facts.grid.x,  facts.grid.y,  facts.grid.z, facts.block.x, facts.block.y,
+          facts.block.z, 0, node->addresses.data(), nullptr, nullptr, nullptr};
+  if (facts.function)
+    out->func = static_cast<CUfunction>(const_cast<void*>(facts.function));
+  else
+    out->kern = reinterpret_cast<CUkernel>(node);
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphMemcpyNodeGetParams(CUgraphNode handle, CUDA_MEMCPY3D* out) {
+  NodeFacts& facts = reinterpret_cast<GraphNode*>(handle)->facts;
+  if (facts.type != CU_GRAPH_NODE_TYPE_MEMCPY) return CUDA_ERROR_INVALID_VALUE;
+  Lock lock(state().mutex);
+  auto place = [](const void* at) { return kind_of(at) == Block::kDevice ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST; };
+  *out = {};
+  if ((out->srcMemoryType = place(facts.from)) == CU_MEMORYTYPE_HOST) out->srcHost = facts.from;
+  else out->srcDevice = reinterpret_cast<CUdeviceptr>(facts.from);
+  if ((out->dstMemoryType = place(facts.to)) == CU_MEMORYTYPE_HOST) out->dstHost = const_cast<void*>(facts.to);
+  else out->dstDevice = reinterpret_cast<CUdeviceptr>(facts.to);
+  out->WidthInBytes = facts.bytes, out->Height = out->Depth = 1;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphMemsetNodeGetParams(CUgraphNode handle, CUDA_MEMSET_NODE_PARAMS* out) {
+  NodeFacts& facts = reinterpret_cast<GraphNode*>(handle)->facts;
+  if (facts.type != CU_GRAPH_NODE_TYPE_MEMSET) return CUDA_ERROR_INVALID_VALUE;
+  *out = {reinterpret_cast<CUdeviceptr>(facts.to), 0, 0, 1, facts.bytes, 1};
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncGetName(const char** name, CUfunction function) {
+  Lock lock(state().mutex);
+  auto found = state().kernels.find(function);
+  if (found == state().kernels.end()) return CUDA_ERROR_INVALID_HANDLE;
+  *name = found->second.c_str();
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuKernelGetName(const char** name, CUkernel kernel) {
+  *name = reinterpret_cast<GraphNode*>(kernel)->name.c_str();
+  return CUDA_SUCCESS;
+}
+
+// No image of a kernel is loaded, which has the layout.
+EXPORT CUresult cuFuncGetParamInfo(CUfunction, size_t, size_t*, size_t*) { return CUDA_ERROR_NOT_SUPPORTED; }
+
+EXPORT CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t* offset, size_t* size) {
+  auto& parameters = reinterpret_cast<GraphNode*>(kernel)->facts.parameters;
+  if (index >= parameters.size()) return CUDA_ERROR_INVALID_VALUE;
+  *size = parameters[index].size();
+  *offset = 0;
+  for (size_t i = 0; i < index; i++) *offset += (parameters[i].size() + 7) / 8 * 8;
+  return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuGraphUpload(CUgraphExec executable, CUstream) {

@@ -9,10 +9,13 @@ using namespace stand_in;
 
 namespace {
 
-cudaError_t launch(const void* function, cudaStream_t stream) {
+cudaError_t launch(const void* function, dim3 grid, dim3 block, cudaStream_t stream) {
   auto found = state().kernels.find(function);
   std::string name = found == state().kernels.end() ? "kernel" : found->second;
-  return submit(stream_of(stream), name, nullptr);
+  NodeFacts facts;
+  facts.function = function;
+  facts.grid = grid, facts.block = block;
+  return submit(stream_of(stream), name, nullptr, std::move(facts));
 }
 
 struct Configuration {
@@ -61,24 +64,25 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+EXPORT cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
   ENTER(cudaLaunchKernel);
-  return launch(function, stream);
+  return launch(function, grid, block, stream);
 }
 
-EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
   ENTER(cudaLaunchKernel);
-  return launch(kernel, stream);
+  return launch(kernel, grid, block, stream);
 }
 
-EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3, dim3, void**, size_t, cudaStream_t stream) {
+EXPORT cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void**, size_t,
+                                                cudaStream_t stream) {
   ENTER(cudaLaunchKernel);
-  return launch(function, stream);
+  return launch(function, grid, block, stream);
 }
 
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void**) {
   ENTER(cudaLaunchKernel);
-  return launch(function, config->stream);
+  return launch(function, config->gridDim, config->blockDim, config->stream);
 }
 
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

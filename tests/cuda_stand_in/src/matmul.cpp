@@ -128,7 +128,12 @@ cublasStatus_t submitted(const char* call, cudaStream_t stream, Product p) {
   if (entered(call) != cudaSuccess) return CUBLAS_STATUS_EXECUTION_FAILED;
   std::function<void()> body;
   if (state().computing) body = [p] { run(p); };
-  cudaError_t status = submit(stream_of(stream), call, std::move(body));
+  NodeFacts facts;
+  for (const void* each : {static_cast<const void*>(p.a.data), static_cast<const void*>(p.b.data), p.bias,
+                           static_cast<const void*>(p.c.data), static_cast<const void*>(p.d.data),
+                           static_cast<const void*>(p.workspace)})
+    facts.parameters.emplace_back(reinterpret_cast<const char*>(&each), reinterpret_cast<const char*>(&each + 1));
+  cudaError_t status = submit(stream_of(stream), call, std::move(body), std::move(facts));
   return status == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 

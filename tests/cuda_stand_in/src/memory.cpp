@@ -61,6 +61,9 @@ cudaError_t release(void* pointer, const char* call) {
 
 // Pageable memory is staged when a copy is submitted; pinned memory is read when the copy runs.
 cudaError_t copy(Lock& lock, void* to, const void* from, size_t size, Stream* stream) {
+  NodeFacts facts;
+  facts.type = CU_GRAPH_NODE_TYPE_MEMCPY;
+  facts.to = to, facts.from = from, facts.bytes = size;
   bool pageable = kind_of(from) == Block::kUnknown;
   if (pageable || kind_of(to) == Block::kUnknown) state().calls["pageable"]++;
   if (pageable && !stream->capture) {
@@ -68,7 +71,7 @@ cudaError_t copy(Lock& lock, void* to, const void* from, size_t size, Stream* st
                                                       static_cast<const char*>(from) + size);
     return submit(stream, "memcpy", [=] { memmove(to, staged->data(), size); });
   }
-  cudaError_t status = submit(stream, "memcpy", [=] { memmove(to, from, size); });
+  cudaError_t status = submit(stream, "memcpy", [=] { memmove(to, from, size); }, facts);
   bool to_pageable = kind_of(to) == Block::kUnknown;
   if (status == cudaSuccess && to_pageable && !stream->capture) finish(lock, stream->last);
   return status;
@@ -335,7 +338,10 @@ EXPORT cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
 
 EXPORT cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
   ENTER(cudaMemsetAsync);
-  return submit(stream_of(stream), "memset", [=] { memset(pointer, value, size); });
+  NodeFacts facts;
+  facts.type = CU_GRAPH_NODE_TYPE_MEMSET;
+  facts.to = pointer, facts.bytes = size;
+  return submit(stream_of(stream), "memset", [=] { memset(pointer, value, size); }, facts);
 }
 
 EXPORT cudaError_t cudaMemset(void* pointer, int value, size_t size) {

@@ -47,11 +47,25 @@ struct Work {
   double finished = 0;
 };
 
+// What the driver tells of a node. Of a kernel: `function`, which has a name, or the bytes of each
+// parameter. Of a copy or a fill: `to`, `from` and `bytes`.
+struct NodeFacts {
+  CUgraphNodeType type = CU_GRAPH_NODE_TYPE_KERNEL;
+  const void* function = nullptr;
+  dim3 grid{1, 1, 1}, block{1, 1, 1};
+  std::vector<std::vector<char>> parameters;
+  const void* to = nullptr;
+  const void* from = nullptr;
+  size_t bytes = 0;
+};
+
 // One node of a graph. `after` are the nodes it depends on.
 struct GraphNode {
   std::string name;
   std::function<void()> body;
   std::vector<GraphNode*> after;
+  NodeFacts facts;
+  std::vector<void*> addresses;  // of the parameters
 };
 
 struct Graph {
@@ -158,7 +172,7 @@ cudaError_t entered(const char* call);
 
 Stream* stream_of(cudaStream_t handle);
 // Submits work to a stream, or adds a node to the graph that the stream is capturing into.
-cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body);
+cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body, NodeFacts facts = {});
 // Submits work that follows everything submitted to any stream of a device.
 void submit_last(int device, std::function<void()> body);
 // Runs work until `work` is done. Releases the lock while a body runs.

@@ -39,12 +39,13 @@ static void follow_default_stream(Stream* stream, const WorkPtr& work) {
   }
 }
 
-cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body) {
+cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body, NodeFacts facts) {
   if (stream->destroyed) return failed(cudaErrorInvalidResourceHandle, name.c_str());
   if (Capture* capture = stream->capture) {
     if (capture->status == cudaStreamCaptureStatusInvalidated)
       return failed(cudaErrorStreamCaptureInvalidated, name.c_str());
-    auto node = std::make_shared<GraphNode>(GraphNode{name, std::move(body), stream->frontier});
+    auto node = std::make_shared<GraphNode>(GraphNode{name, std::move(body), stream->frontier, std::move(facts), {}});
+    for (auto& parameter : node->facts.parameters) node->addresses.push_back(parameter.data());
     stream->frontier = {node.get()};
     capture->graph->nodes.push_back(std::move(node));
     return cudaSuccess;
@@ -134,9 +135,25 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
   return stream->last && stream->last->state != Work::kDone ? cudaErrorNotReady : cudaSuccess;
 }
 
+// The next host function of this thread stands for a kernel: its name, and its parameters of these
+// sizes one after the other (see values.py).
+static thread_local std::string kernel_name;
+static thread_local NodeFacts kernel_facts;
+
+EXPORT void stand_in_next_is_kernel(const char* name, const char* data, const int* sizes, int count) {
+  kernel_name = name;
+  kernel_facts = {};
+  for (int i = 0; i < count; data += sizes[i++]) kernel_facts.parameters.emplace_back(data, data + sizes[i]);
+}
+
 EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   ENTER(cudaLaunchHostFunc);
-  return submit(stream_of(stream), "host function", [=] { function(data); });
+  NodeFacts facts;
+  facts.type = CU_GRAPH_NODE_TYPE_HOST;
+  std::string name = "host function";
+  if (!kernel_name.empty()) std::swap(name, kernel_name), std::swap(facts, kernel_facts);
+  kernel_name.clear();
+  return submit(stream_of(stream), name, [=] { function(data); }, std::move(facts));
 }
 
 // "Prohibited and Unhandled Operations": cudaStreamAddCallback is deprecated and invalid in a capture.
