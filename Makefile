@@ -215,9 +215,9 @@ $(VENV_FARM)/.made: pyproject.toml
 	$(VENV_FARM)/bin/python -m pip install --quiet --editable '.[test,farm]' "$(TORCH)"
 	touch $@
 
-# What CI runs where the environments could be made: the tokens of one model with each engine.
+# What CI runs where the environments could be made: the tokens of a model with each engine, and of one with experts.
 engine-smoke: engine-env
-	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py -k "those_of and llama"
+	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py -k "those_of and (llama or mixtral)"
 	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py -k "those_of and llama"
 
 $(VENV_TRANSFORMERS)/bin/transformers:

@@ -19,7 +19,7 @@ pytest.importorskip("psutil")
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS  # noqa: E402
 
 from piecegraph import Config, Events  # noqa: E402
-from piecegraph.errors import ToolMissing  # noqa: E402
+from piecegraph.errors import BundleMissing, ModelNotAdaptable, ToolMissing  # noqa: E402
 from piecegraph.tools.integrations.continuous_batching import accelerate  # noqa: E402
 
 from .checkpoints import decisive, smollm2, smollm2_prompts  # noqa: E402
@@ -46,6 +46,9 @@ FAMILIES = {
     "mixtral": lambda t: t.MixtralConfig(**SMALL, **EXPERTS),
     "qwen3_moe": lambda t: t.Qwen3MoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "lfm2": lambda t: t.Lfm2Config(
+        **SMALL, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False
     ),
     "gpt2": lambda t: t.GPT2Config(
         vocab_size=256, n_embd=64, n_layer=3, n_head=4, n_positions=512, n_inner=96
@@ -112,7 +115,7 @@ def tokens(model: Any) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["smollm2", *FAMILIES])
+@pytest.mark.parametrize("family", ["smollm2", *(each for each in FAMILIES if each != "lfm2")])
 def test_tokens_are_those_of_transformers(family):
     """The comparison can fail: with a fault in transformers alone, tokens are others."""
     model = model_of(family)
@@ -148,9 +151,10 @@ def test_a_warm_start_traces_and_compiles_nothing(tmp_path):
         assert not [name for name in events.counters if name.startswith("after_seal")]
 
 
-def test_graphs_between_attention():
-    expected = tokens(model_of("qwen3"))
-    model = model_of("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_graphs_between_attention(family):
+    expected = tokens(model_of(family))
+    model = model_of(family)
     graphs = Config(
         max_num_tokens=64,
         graph_mode="PIECEWISE",
@@ -196,8 +200,9 @@ def test_an_older_transformers_is_refused(monkeypatch):
     assert "forward" not in vars(model.model)
 
 
-def test_other_calls_run_the_model_itself():
-    model, ids = model_of("llama"), torch.tensor([[3, 4, 5]])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_other_calls_run_the_model_itself(family):
+    model, ids = model_of(family), torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         expected = model(ids).logits
         accelerate(model, Config(max_num_tokens=64, compiler="eager", cache=False))
@@ -205,6 +210,25 @@ def test_other_calls_run_the_model_itself():
         assert model.config._attn_implementation == "sdpa"
         generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert generated.shape == (1, 7)
+
+
+def test_layers_that_the_paged_cache_has_no_place_for_are_refused():
+    """They would see only the tokens of one step. The model runs on as it is."""
+    model, ids = model_of("lfm2"), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with pytest.raises(ModelNotAdaptable, match=r"layers\.0\.conv.*paged cache"):
+            accelerate(model, CONFIG)
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_start_that_fails_leaves_the_model_as_it_was():
+    model, ids = model_of("mixtral"), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        with pytest.raises(BundleMissing):
+            accelerate(model, CONFIG.changed(cache=True, bundle="force"))
+        assert torch.equal(model(ids).logits, expected)
 
 
 def test_the_example_runs(tmp_path):

@@ -35,7 +35,9 @@ from ... import (
 )
 from ...errors import ToolMissing
 from ...runtime.tensors_by_path import tensors_by_path
-from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule
+from .transformers import PackedModel, Rule
+from .transformers.mixers import run_own_forwards
+from .transformers.routing import refusal
 from .unused import warn_if_unused
 
 log = logging.getLogger("piecegraph")
@@ -57,8 +59,8 @@ def accelerate(
     """Prepare the base model of `model` and run its steps with a paged cache through it.
 
     `config` sets limits, cache and graphs; inputs and splitting ops are known. Without it there are
-    PIECEWISE graphs on a GPU and none on a CPU. Raises the errors of `prepare`, and
-    ToolMissing if transformers is too old.
+    PIECEWISE graphs on a GPU and none on a CPU. Raises the errors of `prepare`, ModelNotAdaptable
+    for a layer that mixes tokens and is no attention, and ToolMissing if transformers is too old.
     """
     if Version(transformers.__version__) < Version(OLDEST):
         found = f"transformers {OLDEST} or newer (found {transformers.__version__})"
@@ -66,29 +68,28 @@ def accelerate(
     base = model.base_model
     mode = "NONE" if model.device.type == "cpu" else "PIECEWISE"
     config = config or Config(graph_mode=mode)
-    config = config.changed(
-        shadow=config.shadow or Shadow(),
-        inputs=INPUTS,
-        splitting_ops=(SPLITTING_OP,),
-        attention={"support": "NEVER"},
-    )
+    config = config.changed(shadow=config.shadow or Shadow())
     if config.cache and config.cache.verify_bundle == "background":
         config = config.changed(**{"cache.verify_bundle": "before"})
     before = list[Before]()
     attention, use_cache = model.config._attn_implementation, base.config.use_cache
     try:
         packed = PackedModel(base, config=config)
+        _check_layers(packed)
+        config = config.changed(**packed.settings)
         routed = model.config._attn_implementation, base.config.use_cache
         layers = {
             name: _attend_with(module, before)
             for name, module in base.named_modules()
             if hasattr(module, "layer_idx")
         }
+        layers |= packed.layers
         prepared = prepare(packed, config, layers=layers, events=events)
         prepared.parts.starts.wait_until_compiled()  # a trace needs the model as it is now
     finally:
         model.set_attn_implementation(attention)
         base.config.use_cache = use_cache
+        run_own_forwards(base)
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
@@ -105,6 +106,15 @@ class StepOutput(MoeModelOutputWithPast):  # type: ignore[misc]
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+def _check_layers(packed: PackedModel) -> None:
+    """Refuse layers that need a request's earlier tokens, of which the paged cache has none."""
+    for name, mixer in packed.layers.items():
+        if not mixer.by_row:
+            kind = type(mixer.module).__name__
+            reason = f"{name} ({kind}) runs over whole requests, and has no paged cache"
+            raise refusal(packed.model, reason, "Serve it without `accelerate`")
 
 
 def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str, Any]:
@@ -149,8 +159,8 @@ def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
 def _route_eager_calls(
     packed: PackedModel, model: Any, routed: Before, before: list[Before]
 ) -> None:
-    """Where the packed model runs uncompiled, in a proof or instead of wrong code, its attention is
-    the op, as in the trace. All other calls of `model` have what is in `before` inside one."""
+    """Where the packed model runs uncompiled, in a proof or instead of wrong code, its layers call
+    the ops, as in the trace. All other calls of `model` have what is in `before` inside one."""
 
     def use(implementation: str, use_cache: bool) -> None:
         model.set_attn_implementation(implementation)
@@ -159,9 +169,16 @@ def _route_eager_calls(
     def enter(*_: Any) -> None:
         before.append((model.config._attn_implementation, packed.model.config.use_cache))
         use(*routed)
+        for mixer in packed.layers.values():
+            mixer.install()
+
+    def leave(*_: Any) -> None:
+        use(*before.pop())
+        if not before:
+            run_own_forwards(packed.model)
 
     packed.register_forward_pre_hook(enter)
-    packed.register_forward_hook(lambda *_: use(*before.pop()), always_call=True)
+    packed.register_forward_hook(leave, always_call=True)
 
 
 def _attend_with(module: Any, before: Sequence[Before]) -> Any:

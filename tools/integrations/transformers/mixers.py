@@ -155,7 +155,9 @@ class Mixer:
     def install(self) -> None:
         """Let the module call the op."""
         self.module.layer_name = self.name
-        self.module.forward = MethodType(_mix, self.module)
+        if not calls_op(self.module):
+            self.module.forward_alone = vars(self.module).get("forward")
+            self.module.forward = MethodType(_mix, self.module)
 
     def __call__(
         self, inputs: Sequence[Tensor | None], output: Tensor, metadata: PackedRequests
@@ -209,6 +211,20 @@ class Mixer:
         args, kwargs = self._template
         args, kwargs = (_filled(value, parts, (self._tokens, length)) for value in (args, kwargs))
         return self._forward(*args, **kwargs)
+
+
+def calls_op(module: Any) -> bool:
+    return getattr(vars(module).get("forward"), "__func__", None) is _mix
+
+
+def run_own_forwards(model: nn.Module) -> None:
+    """Undo each `Mixer.install` in `model`."""
+    module: Any
+    for module in filter(calls_op, model.modules()):
+        if module.forward_alone is None:
+            del module.forward
+        else:
+            module.forward = module.forward_alone
 
 
 def _mix(module: Any, *args: Any, **kwargs: Any) -> Any:
