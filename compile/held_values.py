@@ -3,7 +3,7 @@ hold. Other objects have state of their own, such as a kernel that was built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -30,20 +30,23 @@ class HeldValues:
                 continue
             for name in {**then, **holder}:
                 if not _same(then.get(name, _held), holder.get(name, _held)):
-                    names.append(f"{path}.{name}".replace("._buffers.", ".").lstrip("."))
+                    names.append(_name(path, name))
         return names
 
-    def restore(self) -> None:
-        """Put back what is another value now."""
-        for _, holder, then in self._held:
+    def restore(self, only: Container[str] | None = None) -> None:
+        """Put back what is another value now, or what is in `only` of the names of `changed`."""
+        for path, holder, then in self._held:
             if isinstance(holder, list):
-                holder[:] = then
+                if only is None or path in only:
+                    holder[:] = then
                 continue
-            for name in holder.keys() - then.keys():
-                del holder[name]
-            for name, value in then.items():
-                if name not in holder or holder[name] is not value:
-                    holder[name] = value
+            for name in [*then, *(holder.keys() - then.keys())]:
+                if only is not None and _name(path, name) not in only:
+                    continue
+                if name not in then:
+                    del holder[name]
+                elif holder.get(name, _held) is not then[name]:
+                    holder[name] = then[name]
 
 
 def _holders(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -56,6 +59,10 @@ def _holders(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
     for name, item in items if depth else ():
         if isinstance(item, dict | list) or is_dataclass(item):
             yield from _holders(f"{path}.{name}", item, depth - 1, seen)
+
+
+def _name(path: str, name: object) -> str:
+    return f"{path}.{name}".replace("._buffers.", ".").lstrip(".")
 
 
 def _copied(holder: Any) -> Any:

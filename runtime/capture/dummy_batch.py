@@ -10,8 +10,9 @@ cache slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -133,8 +134,8 @@ class DummyBatches:
         self._exchange = exchange
         self._checked = set[tuple[ModelCode, RuntimeMode, bool]]()
         """Code and modes, and whether of decode batches: all sizes run the same code."""
-        self._written_parameters: dict[ModelCode, list[Tensor]] = {}
-        """Of code that is not traced, by whatever it writes to them."""
+        self._changed_by_each_run: dict[ModelCode, Callable[[], AbstractContextManager[None]]] = {}
+        """Restores at its end what no form of state tells."""
         self._refused: DummyStepFailed | None = None
 
     @contextmanager
@@ -162,7 +163,7 @@ class DummyBatches:
                 if is_first:
                     with agreeing(agreement):
                         self._run_twice(code, views, state)
-                with preserve(self._written_parameters.get(code, ())):
+                with self._changed_by_each_run.get(code, nullcontext)():
                     yield views
             if is_first:
                 agreement.before("the end of its first batch")
@@ -197,9 +198,10 @@ class DummyBatches:
         parameters = {} if code.compiled.traced else dict(model.named_parameters())
         held |= {**_held_by_modules(model), **dict(model.named_buffers()), **parameters}
         objects = dict(model.named_modules()) | layers
-        written = run_twice(run, objects, state, held, views, self._emit)
-        also: list[Tensor] = [each for name, each in parameters.items() if name in written]
-        self._written_parameters[code] = also
+        tensors, attributes = run_twice(run, objects, state, held, views, self._emit)
+        written = [each for name, each in parameters.items() if name in tensors]
+        if written or attributes:
+            self._changed_by_each_run[code] = partial(_as_before, objects, attributes, written)
 
     def run(self, sizes: Mapping[str, int] = {}) -> None:
         """Run the code of each form without a graph on a dummy batch, by default the largest."""
@@ -263,6 +265,19 @@ def _held_by_modules(model: torch.nn.Module) -> dict[str, Tensor]:
         for path, tensor in tensors_by_path(f"{prefix}.{name}", value)
         if not isinstance(tensor, torch.nn.Parameter)
     }
+
+
+@contextmanager
+def _as_before(
+    objects: Mapping[str, Any], attributes: set[str], tensors: Sequence[Tensor]
+) -> Iterator[None]:
+    """Restore at the end `tensors` and, of those of `objects`, the attributes that are named."""
+    before = HeldValues(objects)
+    try:
+        with preserve(tensors):
+            yield
+    finally:
+        before.restore(attributes)
 
 
 @contextmanager

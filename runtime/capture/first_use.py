@@ -43,12 +43,12 @@ def run_twice(
     held: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     emit: Callable[..., None],
-) -> set[str]:
+) -> tuple[set[str], set[str]]:
     """Run code that may write attributes of `objects` and tensors of `state`, each by name.
 
     It may also write tensors of `held`, which have all that the model and its layers hold. Returns
-    the names of tensors that each run writes. Emits `first_use` for what is kept, and raises
-    SetUpOnFirstUse for what is not.
+    the names of tensors and attributes that each run writes; the attributes are restored. Emits
+    `first_use` for what is kept, and raises SetUpOnFirstUse for what is not.
     """
     before, tensors = HeldValues(objects), _Tensors(state, held, inputs)
 
@@ -85,7 +85,8 @@ def run_twice(
         raise
     if set_up:
         emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
-    return each_run[0]
+    before.restore(each_run[1])
+    return each_run
 
 
 class _Tensors:

@@ -22,7 +22,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ....compile.ir.locations import user_line
-from ....errors import NotReplayed
+from ....errors import NotReplayed, StateChanged
 from ....torch_compat.basics.modules import place_of
 from .observer import LEAVES, OF_ANY_MODULE, observe, observe_no_longer
 
@@ -44,9 +44,18 @@ class BreakAccess:
     """What breaks of a model were seen to read and to set: also on a device, where no break runs
     in a capture."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: Callable[[str, str | None], None]) -> None:
+        """`drop` is told once the path and the line of what a graph reads and then changes, which
+        no replay does."""
         self.read = set[_Key]()
         self.wrote = set[_Key]()
+        self._drop = drop
+        self._dropped = set[str]()
+
+    def drop(self, path: str) -> None:
+        if path not in self._dropped:
+            self._dropped.add(path)
+            self._drop(path, user_line())
 
 
 class Exchanged:
@@ -61,10 +70,10 @@ class Exchanged:
         self._breaks = breaks
         self._thread = 0
         self._in_graph = False
-        self._read, self._set = set[_Key](), set[_Key]()
+        self._read, self._set = dict[_Key, Any](), set[_Key]()
         self._from_itself = set[_Key]()
         """What graphs read, and then change."""
-        self._refused: NotReplayed | None = None
+        self._refused: NotReplayed | StateChanged | None = None
         self._start_graph()
         for name, parameter in inspect.signature(model.forward).parameters.items():
             self._know(f"forward({name})", parameter.default)
@@ -87,7 +96,7 @@ class Exchanged:
         self._in_graph = False
         for at, (path, value, then) in self._contents.items():
             if not _same(_content(value), then):
-                self._changes_itself((at, None), path)
+                self._changes_itself((at, None), path, value)
         if self._refused is not None:
             raise self._refused
 
@@ -105,13 +114,11 @@ class Exchanged:
         names = self._names
         expected = [(obj, key[1], then) for key, (obj, then) in self._expected.items()]
         contents = [each for at, each in self._contents.items() if (at, None) in self._breaks.read]
-        thread, self._thread = self._thread, 0
         written = [
-            (obj, key[1], weak(getattr(obj, key[1], None)))
+            (obj, key[1], weak(self._unseen(obj, key[1])))
             for key, obj in self._wrote.items()
             if key not in self._from_itself
         ]
-        self._thread = thread
         if not (expected or contents or written):
             return None
 
@@ -152,7 +159,7 @@ class Exchanged:
                 self._refuse(each, path)
         elif key not in self._wrote:
             if key not in self._set:
-                self._read.add(key)
+                self._read[key] = value
                 if _is_of_object(obj, key[1], value):
                     self.facts.setdefault(key, (path, obj, key[1], _fact(value, type)))
             if key in self._breaks.wrote:
@@ -185,13 +192,25 @@ class Exchanged:
         else:
             self._wrote[key] = obj
             self._set.add(key)
-            if key in self._read:
-                self._changes_itself(key, f"{self._names[key[0]]}.{name}")
+            if key in self._read and (now := self._unseen(obj, name)) is not self._read[key]:
+                self._changes_itself(key, f"{self._names[key[0]]}.{name}", now)
 
-    def _changes_itself(self, key: _Key, path: str) -> None:
+    def _unseen(self, obj: Any, name: str) -> Any:
+        thread, self._thread = self._thread, 0
+        value = getattr(obj, name, None)
+        self._thread = thread
+        return value
+
+    def _changes_itself(self, key: _Key, path: str, now: Any) -> None:
+        """As a trace does: numbers are dropped with a warning, tensors are refused."""
         self._from_itself.add(key)
         if key in self._breaks.read:
             self._refuse(key, path)
+        elif isinstance(now, Tensor):
+            self._refused = StateChanged(where=user_line(), name=path)
+            raise self._refused
+        else:
+            self._breaks.drop(path)
 
     def _refuse(self, key: _Key, path: str) -> None:
         if key in self._from_itself:

@@ -118,8 +118,8 @@ SET_AGAIN: dict[str, Any] = {
 }
 
 
-def prepared_for(functions):
-    config = small_config(4, compile=False, capture_sizes=(2, 4), graph_mode="PIECEWISE")
+def prepared_for(functions, graph_mode="PIECEWISE"):
+    config = small_config(4, compile=False, capture_sizes=(2, 4), graph_mode=graph_mode)
     prepared = prepare(Model(*functions), config)
     prepared.capture(lambda descriptor, mode: SimpleNamespace(k=2))
     return prepared
@@ -152,8 +152,27 @@ def test_what_a_graph_changes_by_what_it_was_and_a_break_reads_is_refused(case):
 
 
 def test_what_a_graph_changes_and_no_break_reads_may_change():
+    """As in a trace: a warning tells once that no step does it."""
     prepared = prepared_for((count, nothing, lambda m, x: (append(m, x), x)[1]))
     steps(prepared)
+    dropped = prepared.events.named("effect_dropped")
+    assert [each.facts["changed"] for each in dropped] == ["model.calls", "model.listed"]
+    assert {each.facts["where"].rpartition(":")[0] for each in dropped} == {__file__}
+
+
+@pytest.mark.parametrize("graph_mode", ["PIECEWISE", "FULL"])
+def test_a_tensor_that_a_graph_keeps_for_the_next_step_is_refused(graph_mode):
+    """As in a trace. One that is set to what it was is none."""
+
+    def add(m, x):
+        m.work = m.work + 1
+
+    def same(m, x):
+        m.work = m.work.requires_grad_(False)
+
+    prepared_for((same, nothing, nothing), graph_mode=graph_mode)
+    with pytest.raises(AllCapturesFailed, match=r"StateChanged: .* model\.work for its next"):
+        prepared_for((add, nothing, nothing), graph_mode=graph_mode)
 
 
 COMPARED: dict[str, Any] = {

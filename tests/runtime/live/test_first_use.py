@@ -221,6 +221,34 @@ def test_a_parameter_that_code_without_a_trace_writes_is_restored():
     assert prepared(torch.ones(4, 4), batch=Batch(4, 1))[0, 0].item() == 0.5
 
 
+def test_attributes_that_each_run_changes_are_restored():
+    """Dummy batches are no steps. What a break counts goes on to be counted in steps."""
+
+    def count(layer, x, scale):
+        layer.holder.count += 1
+        layer.holder.seen.append(len(x))
+
+    class Counting(Model):
+        def forward(self, x):
+            self.calls += 1
+            self.last = self.linear(x)
+            return super().forward(x)
+
+    for compiled, mode in itertools.product((True, False), ("PIECEWISE", "FULL")):
+        model, counts = Counting(), SimpleNamespace(count=0, seen=[])
+        model.calls, model.last = 0, None
+        layers = {"layer": Layer(counts, count), "counts": counts}
+        prepared = prepared_for(model, layers, mode, compile=compiled)
+        prepared.capture()
+        prepared.warm_up()
+        assert (model.calls, model.last, counts.count, counts.seen) == (0, None, 0, [])
+        dropped = [each.facts["changed"] for each in prepared.events.named("effect_dropped")]
+        assert dropped.count("self.calls" if compiled else "model.calls") == 1
+        if mode == "PIECEWISE":  # in a FULL graph its count is that of the capture, which is refused
+            prepared(torch.rand(3, 4), batch=Batch(3, 1))
+            assert counts.count == 1
+
+
 def test_what_each_run_writes_is_restored_and_no_set_up(model):
     prepared = prepared_for(model, {"layer": Layer(model, each_time)}, "PIECEWISE")
     prepared.capture()
