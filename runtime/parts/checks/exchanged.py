@@ -44,18 +44,18 @@ class BreakAccess:
     """What breaks of a model were seen to read and to set: also on a device, where no break runs
     in a capture."""
 
-    def __init__(self, drop: Callable[[str, str | None], None]) -> None:
-        """`drop` is told once the path and the line of what a graph reads and then changes, which
+    def __init__(self, tell: Callable[..., object]) -> None:
+        """`tell` is told once the path and the line of what a graph reads and then changes, which
         no replay does."""
         self.read = set[_Key]()
         self.wrote = set[_Key]()
-        self._drop = drop
+        self._tell = tell
         self._dropped = set[str]()
 
     def drop(self, path: str) -> None:
         if path not in self._dropped:
             self._dropped.add(path)
-            self._drop(path, user_line())
+            self._tell(changed=path, where=user_line())
 
 
 class Exchanged:

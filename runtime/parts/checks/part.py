@@ -79,7 +79,8 @@ class ChecksPart(Part):
         self._accepted = set[str]()
         self._written = set[str]()
         self._kept = Kept()
-        self._break_access = BreakAccess(self._dropped)
+        emit = core.environment.records.events.emit
+        self._break_access = BreakAccess(partial(emit, "effect_dropped", level=logging.WARNING))
         self._of_model: Facts = {}
         self._graphs: dict[int, _Relied] = {}
         self._unwatched = set[int]()
@@ -90,10 +91,6 @@ class ChecksPart(Part):
         """Compare all addresses in each step from now on, as the replay backend does."""
         self._in_turn, self._asked_for_all = False, True
         self._core.checks_changed()
-
-    def _dropped(self, changed: str, where: str | None) -> None:
-        events = self._core.environment.records.events
-        events.emit("effect_dropped", level=logging.WARNING, changed=changed, where=where)
 
     def accept_changes(self) -> list[str]:
         """What the engine has changed of the model since `prepare` is its own from now on.

@@ -244,7 +244,7 @@ def test_attributes_that_each_run_changes_are_restored():
         assert (model.calls, model.last, counts.count, counts.seen) == (0, None, 0, [])
         dropped = [each.facts["changed"] for each in prepared.events.named("effect_dropped")]
         assert dropped.count("self.calls" if compiled else "model.calls") == 1
-        if mode == "PIECEWISE":  # in a FULL graph its count is that of the capture, which is refused
+        if mode == "PIECEWISE":  # a FULL graph would have the count of the capture
             prepared(torch.rand(3, 4), batch=Batch(3, 1))
             assert counts.count == 1
 
