@@ -1,6 +1,6 @@
 """The table of docs/families.md: released configurations through the adapter.
 
-cd tests; python -m compile.released_table RESULTS.json [NAME…] [--compiler inductor]
+python -m tests.compile.released_table RESULTS.json [NAME…] [--compiler inductor]
 
 Each configuration of released.json is proved as it is published. A copy with its widths reduced and
 all else as published is then prepared on the replay backend with poisoned memory, and requests in
@@ -145,7 +145,8 @@ def compared(small, others=False):
         right &= bool((errors <= limits).all())
         worst = max([worst, *errors[limits.isfinite()].tolist()])
     outcome = "equal" if right else "wrong"
-    mixers = sorted({type(mixer.module).__name__ for mixer in packed.layers.values()})
+    alone = [mixer.module for mixer in packed.layers.values() if not mixer.by_row]
+    mixers = sorted({type(module).__name__ for module in alone})
     mixed = prepared.report()["rows_mixed"]
     why = {"reason": f"no graph: {', '.join(sorted(reasons))} {mixed or ''}"} if reasons else {}
     return {

@@ -329,15 +329,22 @@ def test_released_configuration_is_warm_in_a_second_process_and_beside_another(n
     assert beside == "[True, True]"
 
 
+def test_the_command_of_the_page_is_there():
+    root = Path(__file__).parents[2]
+    command = "python -m tests.compile.released_table"
+    assert f"`{command} RESULTS.json`" in (root / "docs/families.md").read_text()
+    assert "RESULTS" in output_of(PYTHON, *command.split()[1:], "--help", cwd=root).upper()
+
+
 def in_a_process(expression, folder):
     """The text of what a function of the table gives in a process of its own."""
     program = (
         "import warnings; warnings.simplefilter('ignore')\n"
         "from pathlib import Path\n"
-        "from compile import released_table\n"
+        "from tests.compile import released_table\n"
         "released_table.compilers.entry_points = lambda group: [released_table.EntryPoint()]\n"
         f"folder = Path({str(folder)!r})\n"
         f"print('result', {expression})"
     )
-    tests = Path(__file__).parents[1]
-    return output_of(PYTHON, "-c", program, cwd=tests).rpartition("result ")[2].strip()
+    root = Path(__file__).parents[2]
+    return output_of(PYTHON, "-c", program, cwd=root).rpartition("result ")[2].strip()
