@@ -42,7 +42,7 @@ from .dispatch import (
     resolve_mode,
     user_capture_sizes,
 )
-from .dispatch.resolve import UNDECLARED
+from .dispatch.resolve import UNDECLARED, UNSPLIT
 from .dispatch.settings import Attention, Sizes, Variants
 from .errors import InvalidSetting
 from .settings import Settings, nearest
@@ -483,8 +483,9 @@ def attention_support(config: Config) -> dict[str, AttentionSupport]:
     """Attention capability by group. Ops for which nothing is declared support nothing."""
     support = config.attention.support
     if support is None:
-        breaks = config.splitting_ops or not config.compile
-        return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}
+        if config.splitting_ops or not config.compile:
+            return {UNDECLARED if config.splitting_ops else UNSPLIT: AttentionSupport.NEVER}
+        return {}
     return {"attention": support} if isinstance(support, AttentionSupport) else dict(support)
 
 

@@ -100,7 +100,7 @@ class UnknownSetting(InvalidSetting):
 
 
 class FullModeUnsupported(DispatchError):
-    what = "graph mode FULL was requested, but {group} can never be captured"
+    what = "graph mode FULL was requested, but {reason}"
     todo = (
         "Choose PIECEWISE, which runs attention between the graphs, or NONE. If its ops read what "
         "changes between steps from tensors at fixed addresses, or the model has no attention and "

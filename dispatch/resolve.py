@@ -18,7 +18,9 @@ LEVEL_MODES = (
 
 
 UNDECLARED = "attention, for which attention.support is not set,"
-"""The name of the attention group of a model of which nothing is declared."""
+"""The name of the attention group of a model with splitting ops of which nothing is declared."""
+UNSPLIT = "a model of which neither splitting_ops nor attention.support says anything"
+"""That of a model without splitting ops, which may have breaks and may have no attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,11 @@ def _lower_modes(
     group = min(support, key=lambda name: support[name], default="")
     least = support[group] if support else AttentionSupport.ALWAYS
     if mode.decode is RuntimeMode.FULL and least is not AttentionSupport.ALWAYS:
-        named = group if group == UNDECLARED else f"attention group {group!r}"
+        named = group if group in (UNDECLARED, UNSPLIT) else f"attention group {group!r}"
         can = f"{named} supports {least.name}"
         if mode is GraphMode.FULL:
             if least is AttentionSupport.NEVER:
-                raise FullModeUnsupported(group=named)
+                raise FullModeUnsupported(reason=_why_never(group, named))
             mode = GraphMode.FULL_AND_PIECEWISE
             yield mode, f"{can}, so mixed batches cannot be FULL"
         if not _decode_can_be_full(least, query_len, varlen_decode):
@@ -104,6 +106,15 @@ def _lower_modes(
         both = mode is GraphMode.FULL_AND_PIECEWISE
         after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
         yield after, "the model contains none of the splitting ops, so there are no pieces"
+
+
+def _why_never(group: str, named: str) -> str:
+    if group != UNSPLIT:
+        return f"{named} can never be captured"
+    return (
+        "splitting_ops and attention.support are not set, so it is not known whether anything"
+        " needs splitting"
+    )
 
 
 def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:

@@ -27,7 +27,7 @@ from ...dispatch import (
     uncovered_decodes,
     unreached_sizes,
 )
-from ...dispatch.resolve import UNDECLARED
+from ...dispatch.resolve import UNDECLARED, UNSPLIT
 from ...errors import PiecegraphError
 from ...settings import Settings
 from ..core.records import Record
@@ -127,7 +127,7 @@ def remarks_of(config: Config) -> list[Remark]:
 
 def _mode(config: Config, resolved: ResolvedMode) -> Iterator[Remark]:
     support = attention_support(config)
-    undeclared = UNDECLARED in support
+    undeclared = UNDECLARED in support or UNSPLIT in support
     never = AttentionSupport.NEVER in support.values() and not undeclared
     for change in resolved.reasons:
         before, after = change.before, change.after

@@ -5,6 +5,7 @@ import pytest
 from piecegraph import Config, GraphMode, RuntimeMode
 from piecegraph.config import dispatch_plan, resolve_graph_mode
 from piecegraph.errors import FullModeUnsupported, InvalidSetting
+from piecegraph.runtime.setup.remarks import ModeLowered, remarks_of
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
@@ -51,12 +52,21 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     resolved = resolve_graph_mode(config)
     assert resolved.mode is GraphMode.PIECEWISE
     assert "attention.support is not set" in resolved.reasons[-1].why
-    for splits in ({}, {"splitting_ops": (), "compile": False}):
-        expected = "but attention, for which .* is not set, can never be .* has no attention"
-        with pytest.raises(FullModeUnsupported, match=expected):
-            resolve_graph_mode(config.changed(graph_mode="FULL", **splits))
+    with pytest.raises(
+        FullModeUnsupported, match=r"attention, for .* can never be .* no attention"
+    ):
+        resolve_graph_mode(config.changed(graph_mode="FULL"))
     breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
-    assert resolve_graph_mode(breakable).mode is GraphMode.PIECEWISE
+    resolved = resolve_graph_mode(breakable)
+    assert resolved.mode is GraphMode.PIECEWISE
+    assert "of which neither splitting_ops nor attention.support says" in resolved.reasons[-1].why
+    with pytest.raises(
+        FullModeUnsupported, match="whether anything needs splitting.*no attention"
+    ) as caught:
+        resolve_graph_mode(breakable.changed(graph_mode="FULL"))
+    assert "group" not in str(caught.value)
+    (remark,) = [r for r in remarks_of(breakable) if isinstance(r, ModeLowered)]
+    assert "Declare what attention can do" in remark.todo
     without_attention = Config(max_num_tokens=64)
     assert resolve_graph_mode(without_attention).mode is GraphMode.FULL_DECODE_ONLY
     assert resolve_graph_mode(without_attention.changed(graph_mode="FULL")).mode is GraphMode.FULL
