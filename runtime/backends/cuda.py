@@ -116,6 +116,8 @@ class CudaCapture:
             if capture_is_invalid():
                 raise RuntimeError(_BY_OTHERS)
             nodes = captured_nodes()
+            if self._log is not None:
+                self._log.end()
         except BaseException:
             self._discard()
             raise

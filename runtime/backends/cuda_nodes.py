@@ -25,6 +25,7 @@ class NodeLog:
         self._parts: list[tuple[bool, list[tuple[Call, list[DriverNode]]]]] = []
         self._open: list[Call] = []
         self._noted = set[int]()
+        self._ended = False
 
     @contextmanager
     def during(self, call: tuple[object, Any]) -> Iterator[None]:
@@ -39,7 +40,15 @@ class NodeLog:
         finally:
             self._open.pop()
 
+    def end(self) -> None:
+        """The capture ends. A splitting op ends it inside of the operators that called it."""
+        self._note()
+        self._ended = True
+
     def _note(self) -> None:
+        """Ascribe the nodes that were added since the last call."""
+        if self._ended:
+            return
         is_piece = any(op == COMPILED_PIECE for op, _ in self._open)
         if not self._parts or self._parts[-1][0] != is_piece:
             self._parts.append((is_piece, []))
@@ -71,4 +80,4 @@ def _node(call: Call, node: DriverNode, made: list[range]) -> GraphNode:
     arguments = [
         Argument(at, any(at in each for each in made), shapes.get(at)) for at in node.pointers
     ]
-    return GraphNode(op, node.kind, arguments, node.kernel, node.launch, node.unread)
+    return GraphNode(op, arguments, node)

@@ -7,7 +7,7 @@ Nothing else is asked of a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
+from ...torch_compat.basics.cuda_nodes import DriverNode
 from .ownership import Ownership
 
 Code = Callable[..., tuple[Any, ...]]
@@ -74,18 +75,11 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """A node of a graph: the operator that added it, and what the device does.
-
-    `launch` is a kernel's grid and block, or the bytes of a copy or fill.
-    """
+    """A node of a graph: the operator that added it, and what a driver tells of it."""
 
     op: str
-    kind: str
     arguments: Sequence[Argument]
-    kernel: str = ""
-    launch: Mapping[str, Any] = field(default_factory=dict)
-    unread: str = ""
-    """Why it may have other arguments, which nobody can read."""
+    told: DriverNode = field(default_factory=lambda: DriverNode("call"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +178,7 @@ class GraphBackend(Protocol):
     """Whether a replay runs Python of the captured region again, as an emulation does."""
 
     notes_nodes: bool
-    """Whether graphs that are captured from now on have `parts`."""
+    """Whether graphs that are captured from now on must have `parts`."""
 
     @property
     def graph_class(self) -> type[Any] | None:

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.runtime.backends.cuda import CudaBackend
+from piecegraph.runtime.backends.cuda_nodes import NodeLog
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
 from piecegraph.tools.explain.graph_nodes import (
     _node_text,
     find_graph,
@@ -61,6 +65,14 @@ def shifted():
     _SHIFT.clear()
 
 
+def launch_hidden_kernel():
+    function, module = ctypes.c_void_p(), ctypes.c_void_p()
+    driver("cuModuleLoadData", ctypes.byref(module), None)
+    driver("cuModuleGetFunction", ctypes.byref(function), module, b"hidden_kernel")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    driver("cuLaunchKernel", function, 4, 1, 1, 32, 1, 1, 0, stream, None, None)
+
+
 def whats(node):
     return [argument["what"] for argument in node["arguments"]]
 
@@ -109,9 +121,6 @@ def test_kernel_whose_parameters_the_driver_does_not_tell_is_named_and_unknown(
 ):
     """And a copy, a fill, a function of the host, and work of a second stream, in order."""
     runtime, other = ctypes.CDLL("libcudart.so.13"), torch.cuda.Stream()
-    function, module = ctypes.c_void_p(), ctypes.c_void_p()
-    driver("cuModuleLoadData", ctypes.byref(module), None)
-    driver("cuModuleGetFunction", ctypes.byref(function), module, b"hidden_kernel")
 
     def launches(query, output, layer_name):
         current = torch.cuda.current_stream()
@@ -119,7 +128,7 @@ def test_kernel_whose_parameters_the_driver_does_not_tell_is_named_and_unknown(
         at, to = ctypes.c_void_p(query.data_ptr()), ctypes.c_void_p(output.data_ptr())
         runtime.cudaMemsetAsync(to, 0, ctypes.c_size_t(64), stream)
         runtime.cudaMemcpyAsync(to, at, ctypes.c_size_t(128), 3, stream)
-        driver("cuLaunchKernel", function, 4, 1, 1, 32, 1, 1, 0, stream, None, None)
+        launch_hidden_kernel()
         other.wait_stream(current)
         with torch.cuda.stream(other):
             output.mul_(2)
@@ -144,3 +153,41 @@ def test_kernel_whose_parameters_the_driver_does_not_tell_is_named_and_unknown(
     assert whats(hidden) == ["unknown: cuFuncGetParamInfo returned CUDA driver error 801"]
     assert whats(rows[1]) == ["intermediate", "intermediate"]
     assert whats(rows[4])[0] == "unknown"
+
+
+def test_kernels_that_no_operator_launches_are_nodes_too(stand_in):
+    backend = CudaBackend()
+    backend.notes_nodes = True
+    x = torch.ones(8, device="cuda")
+
+    def launches(x):
+        launch_hidden_kernel()
+        y = x * 2
+        launch_hidden_kernel()
+        return y
+
+    with torch.no_grad(), capture_session(backend, backend.new_pool(), pg.Events()) as session:
+        recording = record(launches, (x,), session, name="test", breaks=False)
+    (part,) = recording.graphs[0].parts
+    nodes = [(node.op, node.told.kernel) for node in part.nodes]
+    assert nodes == [
+        ("", "hidden_kernel"), ("aten.mul.Tensor", "aten::mul.Tensor"), ("", "hidden_kernel"),
+    ]  # fmt: skip
+    recording.release()
+
+
+def test_an_operator_in_which_a_capture_ended_has_no_nodes_of_the_next_graph():
+    x, log = torch.ones(8, device="cuda"), NodeLog()
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    operator = log.during(("splits", [x]))
+    with torch.cuda.graph(graphs[0]):
+        operator.__enter__()
+        x.add_(1)
+        log.end()
+    with torch.cuda.graph(graphs[1]):
+        x.mul_(2)
+        x.mul_(2)
+        operator.__exit__(None, None, None)
+    (node,) = [node for part in log.parts(graphs[0].pool()) for node in part.nodes]
+    assert node.op == "splits"
+    assert (x.data_ptr(), [8]) in [(each.address, each.shape) for each in node.arguments]

@@ -8,8 +8,11 @@ import torch
 import piecegraph as pg
 from piecegraph.compile.plan.step_names import call_names, piece_names
 from piecegraph.errors import InvalidArgument, InvalidSetting
+from piecegraph.runtime.backends.protocol import Argument
 from piecegraph.tools.explain.graph_nodes import (
+    _between,
     _nodes,
+    _what,
     find_graph,
     graph_facts,
     rendered_graph,
@@ -145,6 +148,26 @@ def test_vllm_45069_each_capture_has_a_trace_and_its_graph_a_table(make_decoder,
         find_graph(prepared, "FULL:4")
     with pytest.raises(InvalidArgument, match="profile_dir"):
         prepared.parts.log.profile_captures(tmp_path / "FULL_2.json")
+
+
+def test_memory_has_the_name_of_the_tensor_that_begins_last_before_the_address():
+    memory = {range(100, 200): "weight all", range(140, 200): "state keys of layer 1"}
+    addresses = [(120, True), (140, False), (199, False), (200, True), (99, False)]
+    assert [_what(Argument(at, is_made, None), memory) for at, is_made in addresses] == [
+        "weight all", "state keys of layer 1", "state keys of layer 1", "intermediate", "unknown",
+    ]  # fmt: skip
+
+
+@pytest.mark.compile
+def test_splitting_ops_in_a_row_are_one_part(make_decoder):
+    prepared, _ = make_decoder
+    plan = prepared.compiled.plan
+    names = ["", "op paged_attention layer 0", "op paged_attention layer 1", ""]
+    assert _between(plan) == names
+    both = plan.model_copy(
+        update={"steps": [step for step in plan.steps if step is not plan.steps[2]]}
+    )
+    assert _between(both) == ["", ", ".join(names[1:3]), ""]
 
 
 def test_kernels_belong_to_the_operator_that_launches_them(tmp_path):

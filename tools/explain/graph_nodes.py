@@ -79,11 +79,12 @@ def _operations(
             arguments = [
                 {"what": _what(each, memory), "shape": each.shape} for each in node.arguments
             ]
-            if node.unread:
-                arguments.append({"what": f"unknown: {node.unread}", "shape": None})
+            told = node.told
+            if told.unread:
+                arguments.append({"what": f"unknown: {told.unread}", "shape": None})
             yield {
-                "part": name, "op": node.op, "node": node.kind, "kernel": node.kernel,
-                "launch": node.launch, "arguments": arguments,
+                "part": name, "op": node.op, "node": told.kind, "kernel": told.kernel,
+                "launch": told.launch, "arguments": arguments,
             }  # fmt: skip
 
 
@@ -99,8 +100,11 @@ def _between(plan: Plan) -> list[str]:
 
 
 def _what(argument: Argument, memory: Mapping[range, str]) -> str:
-    unnamed = "intermediate" if argument.is_made else "unknown"
-    return next((name for place, name in memory.items() if argument.address in place), unnamed)
+    """The tensor that begins last before the address, in the same memory."""
+    places = [place for place in memory if argument.address in place]
+    if places:
+        return memory[max(places, key=lambda place: place.start)]
+    return "intermediate" if argument.is_made else "unknown"
 
 
 def _parts(plan: Plan) -> tuple[list[str], list[dict[str, str]]]:

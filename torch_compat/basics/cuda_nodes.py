@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar
 
 from .cuda import driver, driver_status
@@ -65,25 +66,6 @@ class _Kernel(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v2
     ]  # fmt: skip
 
 
-class _End(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("offsets", ctypes.c_size_t * 4), ("memory", ctypes.c_int), ("host", ctypes.c_void_p),
-        ("device", ctypes.c_void_p), ("array", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
-    ]  # fmt: skip
-
-
-class _Copy(ctypes.Structure):  # CUDA_MEMCPY3D
-    _fields_: ClassVar = [("source", _End), ("target", _End), ("extent", ctypes.c_size_t * 3)]
-
-
-class _Fill(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS
-    _fields_: ClassVar = [
-        ("target", ctypes.c_size_t), ("pitch", ctypes.c_size_t), ("value", ctypes.c_uint),
-        ("element", ctypes.c_uint), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
-    ]  # fmt: skip
-
-
 def _read_kernel(node: ctypes.c_void_p, made: DriverNode) -> None:
     params = _Kernel()
     driver("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
@@ -121,19 +103,19 @@ def _pointers(data: bytes) -> Iterator[int]:
 
 
 def _read_copy(node: ctypes.c_void_p, made: DriverNode) -> None:
-    params = _Copy()
-    driver("cuGraphMemcpyNodeGetParams", node, ctypes.byref(params))
-    width, height, depth = params.extent
-    made.launch = {"bytes": width * height * depth}
-    for end in (params.source, params.target):
-        made.pointers.append((end.host if end.memory == _HOST else end.device) or 0)
+    words = (ctypes.c_uint64 * 25)()  # CUDA_MEMCPY3D: source, target, and the extent
+    driver("cuGraphMemcpyNodeGetParams", node, words)
+    for end in (words[:11], words[11:22]):  # four offsets, kind of memory, address of either kind
+        made.pointers.append(end[5] if end[4] & 0xFFFFFFFF == _HOST else end[6])
+    made.launch = {"bytes": prod(words[22:])}
 
 
 def _read_fill(node: ctypes.c_void_p, made: DriverNode) -> None:
-    params = _Fill()
-    driver("cuGraphMemsetNodeGetParams", node, ctypes.byref(params))
-    made.launch = {"bytes": params.width * params.element * params.height}
-    made.pointers.append(params.target)
+    words = (ctypes.c_uint64 * 5)()  # CUDA_MEMSET_NODE_PARAMS
+    driver("cuGraphMemsetNodeGetParams", node, words)
+    target, _, value, width, height = words
+    made.pointers.append(target)
+    made.launch = {"bytes": (value >> 32) * width * height}  # bytes of an element, above its value
 
 
 _READERS = {"kernel": _read_kernel, "memcpy": _read_copy, "memset": _read_fill}

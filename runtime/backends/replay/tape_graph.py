@@ -82,7 +82,7 @@ class TapeGraph:
                 Argument(each.data_ptr(), self._ownership.is_made(each), [*each.shape])
                 for each in tensors
             ]
-            parts[-1].nodes.append(GraphNode(op, "call", arguments))
+            parts[-1].nodes.append(GraphNode(op, arguments))
         return parts
 
     @property

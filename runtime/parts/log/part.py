@@ -110,9 +110,11 @@ class LogPart(Part):
                 graph.recording.link()
 
     def profile_captures(self, folder: str | Path | None) -> None:
-        """Write a trace of torch's profiler for each capture from now on into `folder`; None ends
-        it. Raises InvalidArgument for a folder that cannot be made."""
+        """Write a trace of torch's profiler for each capture from now on into `folder`, and let
+        graphs note their nodes; None ends it. Raises InvalidArgument for a folder that cannot be
+        made."""
         self._profiles = folder if folder is None else Path(folder)
+        self._core.environment.backend.notes_nodes = folder is not None
         try:
             if self._profiles is not None:
                 self._profiles.mkdir(parents=True, exist_ok=True)
@@ -123,9 +125,7 @@ class LogPart(Part):
             ) from error
 
     def around_recording(self, entry: PlanEntry) -> AbstractContextManager[Any] | None:
-        if self._profiles is None:
-            return None
-        return profiled(self._profiles, entry, self._core.environment.backend)
+        return None if self._profiles is None else profiled(self._profiles, entry)
 
     def around(self, run: Run) -> Run:
         if not self._observers:
@@ -197,8 +197,8 @@ class LogPart(Part):
 
     def _memory_of(self, graph: InstalledGraph) -> dict[range, str]:
         """Memory that the graph may read and that has a name. What the capture has made has none.
-        A tensor has the first of its names: metadata may lie in what is watched. What lies beside
-        a tensor in its storage has the tensor's name, if it has no other."""
+        A tensor has the first of its names: metadata may lie in what is watched. Each place is from
+        where a tensor begins to the end of its memory, in which others may begin."""
         compiled, context = graph.code.compiled, self._core.steps.context
         weights = {**compiled.weights, **dict(compiled.model.named_parameters())}
         named = {
@@ -214,18 +214,12 @@ class LogPart(Part):
             ],
         }
         places: dict[range, str] = {}
-        beside: dict[range, str] = {}
         for kind, tensors in named.items():
             for name, tensor in tensors:
-                start, memory = tensor.data_ptr(), tensor.untyped_storage()
-                last = sum(
-                    (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-                )
-                end = start + (last + 1) * tensor.itemsize if tensor.numel() else start
-                places.setdefault(range(start, end), f"{kind} {name}")
-                whole = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
-                beside.setdefault(whole, f"{kind} {name}")
-        return {**places, **{place: name for place, name in beside.items() if place not in places}}
+                memory = tensor.untyped_storage()
+                place = range(tensor.data_ptr(), memory.data_ptr() + memory.nbytes())
+                places.setdefault(place, f"{kind} {name}")
+        return places
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers

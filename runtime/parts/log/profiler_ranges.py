@@ -15,7 +15,6 @@ from ....compile.ir.plan import Plan
 from ....compile.plan.codegen import Hook
 from ....compile.plan.step_names import call_names, piece_names, ranged
 from ....dispatch import Decision, PlanEntry
-from ...backends.protocol import GraphBackend
 from ...capture.recording import Recording, SegmentKind, run_calls
 from .step_log import StepObserver
 
@@ -47,15 +46,10 @@ def name_segments(recording: Recording, plan: Plan) -> None:
 
 
 @contextmanager
-def profiled(folder: Path, entry: PlanEntry, backend: GraphBackend) -> Iterator[None]:
-    """Write a trace of the capture inside, of its warm-up run too, to `FULL_8.json` in `folder`,
-    and let the graph have its nodes."""
-    noted, backend.notes_nodes = backend.notes_nodes, True
-    try:
-        with profile(record_shapes=True) as profiler, record_function(f"capture {entry.shape}"):
-            yield
-    finally:
-        backend.notes_nodes = noted
+def profiled(folder: Path, entry: PlanEntry) -> Iterator[None]:
+    """Write a trace of the capture inside, of its warm-up run too, to `FULL_8.json` in `folder`."""
+    with profile(record_shapes=True) as profiler, record_function(f"capture {entry.shape}"):
+        yield
     name = re.sub(r"\W+", "_", entry.shape)
     profiler.export_chrome_trace(str(folder / f"{name}.json"))
 
