@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
+from ...torch_compat.basics.tensors import TorchDispatchMode, is_fake, storage_id, tree_leaves
 from ..ir.ops import tensors_in, written_by
 
 FLOOR = 8.0
@@ -102,15 +102,18 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        written = list(written_by(func, args, given))
+        was_whole = all(map(_is_whole, written))
         result = func(*args, **given)
         read = set(map(storage_id, tensors_in((args, given))))
-        written = list(written_by(func, args, given))
         fresh = [each for each in tensors_in(result) if storage_id(each) not in read]
         self._made |= set(map(storage_id, fresh))
         computed = [*fresh, *(each for each in written if storage_id(each) in self._made)]
         for tensor in computed:
             if tensor.dtype in _ROUNDED and tensor.numel():
-                self._round(tensor)
+                exact = was_whole and _is_whole(tensor)
+                if not (exact and all(map(_is_whole, tree_leaves((args, given))))):
+                    self._round(tensor)
         return result
 
     def _round(self, tensor: Tensor) -> None:
@@ -121,6 +124,21 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         part = torch.rand(tensor.shape, generator=generator, device=tensor.device)
         change = 1 + (part.double() - 0.5) * precision(tensor.dtype)
         tensor.copy_(tensor.double() * change)
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether these are whole numbers that a float holds as they are. Computed of such alone, as
+    counts are, they are the same with another rounding; with one less, rows lie elsewhere."""
+    if not isinstance(value, Tensor):
+        return not isinstance(value, float) or value.is_integer()
+    if not (value.is_floating_point() or value.is_complex()):
+        return True
+    if value.dtype not in _ROUNDED or value.layout is not torch.strided:
+        return False
+    if value.is_meta or is_fake(value):
+        return False
+    largest = 1 / torch.finfo(value.dtype).eps
+    return bool(((value == value.trunc()) & (value.abs() <= largest)).all())
 
 
 _QUANTIZED = (torch.int8, torch.uint8)

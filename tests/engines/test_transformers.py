@@ -167,10 +167,11 @@ def test_graphs_between_attention(family):
     assert {row["mode"] for row in prepared.usage.rows()} == {"PIECEWISE"}
 
 
-def test_steps_are_proved_and_wrong_code_leaves_service(monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_steps_are_proved_and_wrong_code_leaves_service(monkeypatch, family):
     """By what `accelerate` sets: the first step is proved, and its tokens are right."""
-    expected = tokens(model_of("llama"))
-    model = model_of("llama")
+    expected = tokens(model_of(family))
+    model = model_of(family)
     prepared = accelerate(model, CONFIG)
     assert tokens(model) == expected
     shadow = prepared.report()["shadow"]
@@ -183,7 +184,7 @@ def test_steps_are_proved_and_wrong_code_leaves_service(monkeypatch):
     monkeypatch.setitem(_BACKENDS, "planted", None)
     monkeypatch.setitem(_COMPILER_FNS, "planted", wrong)
     monkeypatch.setattr(wrong, "_tags", (), raising=False)
-    model = model_of("llama")
+    model = model_of(family)
     prepared = accelerate(model, CONFIG.changed(compiler="planted"))
     assert tokens(model) == expected
     (found,) = prepared.report()["shadow"]["wrong"]
