@@ -243,16 +243,17 @@ def _own_globals(function: FunctionType) -> Iterator[FunctionType]:
     leaves them there: one holds the graph. Another thread may go through these globals just then,
     as `torch.fx.symbolic_trace` does.
     """
-    from torch._dynamo.variables.functions import UserFunctionVariable
+    from torch._dynamo import variables
 
+    kind: Any = variables.UserFunctionVariable
     shared, own = function.__globals__, dict(function.__globals__)
-    original = UserFunctionVariable.get_globals
+    original = kind.get_globals
 
     def get_globals(self: Any) -> dict[str, Any]:
         found = original(self)
         return own if found is shared else found
 
-    with replaced(UserFunctionVariable, "get_globals", get_globals):
+    with replaced(kind, "get_globals", get_globals):
         yield with_globals(function, own)
 
 
