@@ -28,7 +28,7 @@ from .. import (
     RuntimeMode,
     StepObserver,
 )
-from ..errors import CaptureAfterSeal, MovedTensor
+from ..errors import CaptureAfterSeal, MovedTensor, RunError
 from ..runtime.core.preserved import SavedMemory
 from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import storage_id, tree_leaves, tree_map_only
@@ -134,8 +134,13 @@ class GraphCase:
             between(engine, number)
             observer.metadata_faults.clear()
             batch = batch_of(each)
-            got = engine.step(each, batch.is_decode)
             where = f"step {number}, requests of {list(each)} tokens"
+            try:
+                got = engine.step(each, batch.is_decode)
+            except RunError:
+                for fault in observer.metadata_faults:  # says more than what the step noticed
+                    pytest.fail(f"{where}: {fault}")
+                raise
             self._check_decision(prepared, observer, batch, where)
             for fault in (*observer.metadata_faults, *observer.kept_too_long(got)):
                 pytest.fail(f"{where}: {fault}")

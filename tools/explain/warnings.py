@@ -113,6 +113,10 @@ RULES: Mapping[str, tuple[str, str]] = {
         "Run `piecegraph bisect --replay {file}`.",
     ),
     "warmup.skipped": ("warm-up of {kind} was left out: {cost}", "Leave out skip={kind!r}."),
+    "weights.first": (
+        "the model was compiled after its weights were loaded, not beside that: {reason}",
+        "Correct what no cache can keep, or load the weights before `prepare`.",
+    ),
     "worker.lost": ("a compiling process ended: {reason}", "Look for the out-of-memory killer."),
     "worker.silent": ("process {worker} says nothing while {phase}", HARMLESS),
 }
