@@ -79,7 +79,7 @@ class Constant(Frozen):
     """Whether it is the parameter's default, an object that is compared by identity."""
 
 
-_TENSORS = ("Tensor", "Parameter")
+_TENSORS = [(kind.__module__, kind.__qualname__) for kind in (torch.Tensor, torch.nn.Parameter)]
 
 
 class Container(Frozen):
@@ -99,7 +99,7 @@ class Container(Frozen):
         keys: Any = None
         if isinstance(value, Mapping):
             keys = tuple(value)
-        elif kind[1] in _TENSORS:
+        elif kind in _TENSORS:
             keys = str(value.dtype).removeprefix("torch."), *value.shape
         elif isinstance(value, Sequence) and not hasattr(value, "_fields"):
             keys = len(value)
@@ -107,7 +107,7 @@ class Container(Frozen):
 
     @property
     def is_tensor(self) -> bool:
-        return self.kind[0].startswith("torch") and self.kind[1] in _TENSORS
+        return self.kind in _TENSORS
 
     @property
     def form(self) -> str:

@@ -29,11 +29,10 @@ from ...torch_compat.basics.tensors import (
 from ..core.preserved import SavedMemory
 
 UNDONE = "nothing of it was kept"
+STAYS = "that it ran is noted outside of the model and its layers, and could not be undone"
 SMALL = 64 << 10
 """Bytes up to which any tensor is compared by its values, and restored. Of a larger one that is not
 known to be written the in-place writes are compared that torch has counted."""
-
-STAYS = "that it ran is noted outside of the model and its layers, and could not be undone"
 
 
 def run_twice(
@@ -113,7 +112,7 @@ class _Tensors:
         return {name: writes_counted(each) for name, each in self._counted}
 
     def restore(self) -> None:
-        """Also begins to count anew."""
+        """What `written` tells is from now on."""
         self._memory.restore()
         self._before = self._counts()
 

@@ -236,6 +236,26 @@ def test_dataclasses_and_named_tuples_are_arguments(compiled):
         compiled(TakesObjects(), inputs=inputs)
 
 
+@dataclass
+class Parameter:
+    """Named as a class of torch."""
+
+    rows: torch.Tensor
+
+
+torch.export.register_dataclass(Parameter)
+
+
+def test_a_class_may_be_named_as_one_of_torch(compiled):
+    class Doubles(nn.Module):
+        def forward(self, given: Parameter) -> torch.Tensor:
+            return given.rows * 2
+
+    made = compiled(Doubles(), inputs={"given.rows": "float32[num_tokens, 8]"})
+    rows = torch.randn(3, 8)
+    assert torch.equal(made(Parameter(rows)), rows * 2)
+
+
 def test_examples_have_strides_and_memory_of_their_own():
     x = torch.zeros(1, 128)[:, :17]
     shape = "float32[1,num_tokens]"

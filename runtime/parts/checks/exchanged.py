@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
 from threading import get_ident
@@ -24,11 +25,10 @@ from torch import Tensor, nn
 from ....compile.ir.locations import user_line
 from ....errors import NotReplayed, StateChanged
 from ....torch_compat.basics.modules import place_of
+from .module_state import LONG
 from .observer import LEAVES, OF_ANY_MODULE, observe, observe_no_longer
 
 _CONTAINERS = (dict, list, set, deque, SimpleNamespace)
-_LONG = 1000
-"""Items of a container that is not looked into."""
 MISSING = "missing"
 _Key = tuple[int, Any]
 """The identity of an object, and the name of an attribute; None for its content."""
@@ -142,11 +142,8 @@ class Exchanged:
         known = get_ident() == self._thread and id(obj) in self._names
         if not known or of_class or name.startswith("__"):
             return value
-        thread, self._thread = self._thread, 0
-        try:
+        with self._unobserved():
             self._note((id(obj), name), obj, value)
-        finally:
-            self._thread = thread
         return value
 
     def _note(self, key: _Key, obj: Any, value: Any) -> None:
@@ -178,7 +175,7 @@ class Exchanged:
         if not isinstance(value, (*_CONTAINERS, tuple)):
             if type(value) not in self._kinds and observe(type(value), self):
                 self._kinds.add(type(value))
-        elif len(held := _held(value)) <= _LONG:
+        elif len(held := _held(value)) <= LONG:
             for key, each in held.items() if isinstance(held, dict) else enumerate(held):
                 self._know(f"{path}[{key!r}]", each)
 
@@ -196,10 +193,16 @@ class Exchanged:
                 self._changes_itself(key, f"{self._names[key[0]]}.{name}", now)
 
     def _unseen(self, obj: Any, name: str) -> Any:
+        with self._unobserved():
+            return getattr(obj, name, None)
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
         thread, self._thread = self._thread, 0
-        value = getattr(obj, name, None)
-        self._thread = thread
-        return value
+        try:
+            yield
+        finally:
+            self._thread = thread
 
     def _changes_itself(self, key: _Key, path: str, now: Any) -> None:
         """As a trace does: numbers are dropped with a warning, tensors are refused."""
@@ -246,7 +249,7 @@ def _held(value: Any) -> Any:
 def _content(value: Any, of_tensor: OfTensor = place_of) -> Any:
     """What a container holds."""
     held, fact = _held(value), partial(_fact, of_tensor=of_tensor)
-    if len(held) > _LONG:
+    if len(held) > LONG:
         return len(held)
     if isinstance(held, dict):
         return {key: fact(each) for key, each in held.items()}

@@ -22,7 +22,7 @@ from ....compile.conditions.places import CONTAINERS, MISSING
 from ....torch_compat.basics.modules import global_forward_hooks
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None))
-_LONG = 1000
+LONG = 1000
 """Items of a container of which only the identity and the length are compared."""
 
 
@@ -108,12 +108,12 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, bytearray) or hasattr(type(value), "tobytes"):  # of numpy, or an array
         size = getattr(value, "nbytes", None) or len(value)
         content = getattr(value, "tobytes", partial(bytes, value))
-        return type(value), _Object(value) if size > _LONG else content(), size
+        return type(value), _Object(value) if size > LONG else content(), size
     if isinstance(value, partial):
         return type(value), *map(_frozen, (value.func, value.args, value.keywords))
     if not isinstance(value, (list, tuple, dict, set, frozenset, deque)):
         return _Object(value)
-    if len(value) > _LONG:
+    if len(value) > LONG:
         return type(value), _Object(value), len(value)
     items = value.items() if isinstance(value, dict) else value
     if isinstance(value, (set, frozenset)):
