@@ -80,4 +80,4 @@ def _node(call: Call, node: DriverNode, made: list[range]) -> GraphNode:
     arguments = [
         Argument(at, any(at in each for each in made), shapes.get(at)) for at in node.pointers
     ]
-    return GraphNode(op, arguments, node)
+    return GraphNode(op, arguments, node.kind, node.kernel, node.launch, node.unread)

@@ -7,7 +7,7 @@ Nothing else is asked of a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
-from ...torch_compat.basics.cuda_nodes import DriverNode
 from .ownership import Ownership
 
 Code = Callable[..., tuple[Any, ...]]
@@ -75,11 +74,16 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """A node of a graph: the operator that added it, and what a driver tells of it."""
+    """A node of a graph: the operator that added it, and what the device's driver tells of it."""
 
     op: str
     arguments: Sequence[Argument]
-    told: DriverNode = field(default_factory=lambda: DriverNode("call"))
+    kind: str = "call"
+    kernel: str = ""
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    """Of a kernel its grid and block; of a copy or fill the bytes."""
+    unread: str = ""
+    """Why there may be arguments that are not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ def test_kernels_that_no_operator_launches_are_nodes_too(stand_in):
     with torch.no_grad(), capture_session(backend, backend.new_pool(), pg.Events()) as session:
         recording = record(launches, (x,), session, name="test", breaks=False)
     (part,) = recording.graphs[0].parts
-    nodes = [(node.op, node.told.kernel) for node in part.nodes]
+    nodes = [(node.op, node.kernel) for node in part.nodes]
     assert nodes == [
         ("", "hidden_kernel"), ("aten.mul.Tensor", "aten::mul.Tensor"), ("", "hidden_kernel"),
     ]  # fmt: skip

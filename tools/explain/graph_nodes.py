@@ -79,12 +79,11 @@ def _operations(
             arguments = [
                 {"what": _what(each, memory), "shape": each.shape} for each in node.arguments
             ]
-            told = node.told
-            if told.unread:
-                arguments.append({"what": f"unknown: {told.unread}", "shape": None})
+            if node.unread:
+                arguments.append({"what": f"unknown: {node.unread}", "shape": None})
             yield {
-                "part": name, "op": node.op, "node": told.kind, "kernel": told.kernel,
-                "launch": told.launch, "arguments": arguments,
+                "part": name, "op": node.op, "node": node.kind, "kernel": node.kernel,
+                "launch": node.launch, "arguments": arguments,
             }  # fmt: skip
 
 
