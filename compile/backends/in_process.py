@@ -1,11 +1,13 @@
 """Compile jobs in this process, one after the other: torch's standalone compile is not thread-safe.
 
-The code of a piece is generated while the kernels of the piece before it are built.
+The code of a piece is generated while the kernels of pieces before it are built.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -20,6 +22,9 @@ from ..ir.locations import node_location
 from .schedule import Job
 from .trace_jobs import CompiledJob, TraceJobs, compiler_options
 
+AHEAD = 4
+"""Most pieces whose kernels are being built: a killed process has generated them for nothing."""
+
 
 def compile_here(trace: TraceJobs, jobs: Iterator[tuple[int, Job]]) -> dict[int, CompiledJob]:
     """Compile numbered jobs, if there are any. Raises PieceFailed and the errors of guards.
@@ -32,18 +37,20 @@ def compile_here(trace: TraceJobs, jobs: Iterator[tuple[int, Job]]) -> dict[int,
     if trace.compiler.first_use is not None:
         trace.compiler.first_use(trace.request.device, trace.request.events)
     results: dict[int, CompiledJob] = {}
-    before: _Generated | None = None
+    pending = deque[_Generated]()
     with trace.compiler.session():
-        for number, job in chain([first], jobs):
-            generated = _Generated(trace, job, number)
-            try:
+        try:
+            for number, job in chain([first], jobs):
+                if len(pending) == AHEAD:
+                    pending.popleft().finish(results)
+                generated = _Generated(trace, job, number)
                 generated.generate()
-            finally:
-                if before is not None:
-                    results[before.number] = before.finish()
-            before = generated
-        assert before is not None
-        return results | {before.number: before.finish()}
+                pending.append(generated)
+        finally:
+            with ExitStack() as rest:  # finishes all, also if one fails
+                for generated in reversed(pending):
+                    rest.callback(generated.finish, results)
+    return results
 
 
 @dataclass
@@ -77,12 +84,12 @@ class _Generated:
             # now: the next piece adds its guards to the same environment
             self.proved = self.trace.prove(job, lambda: self._built[0])
 
-    def finish(self) -> CompiledJob:
-        """Wait until the code can run, record and store it."""
+    def finish(self, results: dict[int, CompiledJob]) -> None:
+        """Wait until the code can run, record and store it, and add it to `results`."""
         with self.trace.request.events.trace_unit(*self._unit):
             fn, blobs = self._built
             self.trace.keep(self.job, blobs, self.proved, self.seconds)
-        return CompiledJob(fn, blobs, self.proved, self.seconds)
+        results[self.number] = CompiledJob(fn, blobs, self.proved, self.seconds)
 
     @cached_property
     def _built(self) -> Built:

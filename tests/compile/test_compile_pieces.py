@@ -1,4 +1,4 @@
-"""The order in which pieces are compiled: one is generated while another's kernels are built."""
+"""The order in which pieces are compiled: some are generated while others' kernels are built."""
 
 import gc
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from gc import get_freeze_count
 
 import pytest
 
+from piecegraph.compile.backends import in_process
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.errors import PieceFailed
@@ -72,21 +73,29 @@ def begin(root):
     return start(Stack(4), root, splitting_ops=MIX, compiler="recording")
 
 
-def test_a_piece_is_built_while_the_code_of_the_next_is_generated(tmp_path, using):
+@pytest.mark.parametrize(
+    ("ahead", "calls"),
+    [(1, "g0 b0 g1 b1 g2 b2"), (2, "g0 g1 b0 g2 b1 b2"), (4, "g0 g1 g2 b0 b1 b2")],
+)
+def test_the_code_of_pieces_is_generated_while_others_are_built(
+    tmp_path, using, monkeypatch, ahead, calls
+):
+    monkeypatch.setattr(in_process, "AHEAD", ahead)
     compiler = using(Recording())
     begin(tmp_path)
-    generated = ["generate 0", "generate 1", "build 0", "generate 2", "build 1", "build 2"]
-    assert compiler.log == ["open", *generated, "close"]
+    assert [f"{call[0]}{call[-1]}" for call in compiler.log[1:-1]] == calls.split()
 
 
-@pytest.mark.parametrize("broken", ["generate 1", "build 1"])
-def test_what_was_compiled_before_an_error_is_kept(tmp_path, using, broken):
+@pytest.mark.parametrize(
+    ("broken", "missing"), [("generate 1", "g0 g1 b0 b1"), ("build 1", "g0 b0")]
+)
+def test_what_was_generated_before_an_error_is_kept(tmp_path, using, broken, missing):
     using(Recording(broken))
     with pytest.raises(PieceFailed, match=r"piece 1 .*OSError: no compiler"):
         begin(tmp_path)
     again = using(Recording())
     begin(tmp_path)
-    assert again.log == ["open", "generate 0", "generate 1", "build 0", "build 1", "close"]
+    assert [f"{call[0]}{call[-1]}" for call in again.log[1:-1]] == missing.split()
     assert begin(tmp_path).hit
 
 
