@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import overload_of
-from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.tensors import tree_leaves
 from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names
@@ -27,7 +27,7 @@ from ..trace.dynamo import Trace
 from ..trace.examples import Dims, Examples
 from ..trace.mutations import written_placeholders
 from ..trace.splitting import is_splitting
-from .numerics_check import without_step
+from .numerics_check import WithoutStep
 from .tolerance import excess
 
 
@@ -95,23 +95,10 @@ def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         without_other_ranks(),
-        _WithoutOps(ops),
+        WithoutStep(ops),
     ):
         result = torch.func.functional_call(model, copies, args, kwargs)
     return tree_leaves(result)
-
-
-class _WithoutOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces splitting ops by `without_step`."""
-
-    def __init__(self, ops: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ops = ops
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        keywords = kwargs or {}
-        replaced = func in self._ops
-        return without_step(func, *args, **keywords) if replaced else func(*args, **keywords)
 
 
 def _cut(small: Any, padded: Any) -> Any:

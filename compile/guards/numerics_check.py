@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ...torch_compat.basics.distributed import without_other_ranks
-from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
-from ...torch_compat.basics.tensors import FakeTensorMode, tree_map_only
+from ...torch_compat.basics.ops import OpOverload
+from ...torch_compat.basics.tensors import FakeTensorMode, LightDispatchMode, tree_map_only
 from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.compilation import PieceFn
 from ..ir.ops import FilledMemory, clones, resolve_op, tensors_in, where_written, written_by
@@ -29,22 +28,29 @@ def numeric_difference(
     Floating-point inputs are small random numbers. All others are zero, since an index of zero is
     in range for any table. Memory that the piece allocates and does not write, for a splitting op
     to fill, is not compared: there the graph gives what the allocation was filled with. The
-    splitting ops `cut_at` inside are replaced by `without_step`.
+    splitting ops `cut_at` inside run `WithoutStep`.
     """
-    calls = dict[Any, Any]()
-    for op in map(resolve_op, cut_at):
-        assert isinstance(op, OpOverload)
-        calls[op] = calls[op.overloadpacket] = partial(without_step, op)
-    with ops_through(calls), without_other_ranks():
+    with without_other_ranks(), WithoutStep(map(resolve_op, cut_at)):
         return _difference(fn, graph, sizes)
 
 
-def without_step(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """What stands for a call of a splitting op, which may need a running step: where it writes and
-    what it returns is 0.5, or zero if that is no floating-point tensor."""
+class WithoutStep(LightDispatchMode):
+    """Stands in this thread for calls of splitting ops, which may need a running step: where they
+    write and what they return is 0.5, or zero if that is no floating-point tensor."""
+
+    def __init__(self, ops: Iterable[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops = frozenset(ops)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return _made_up(func, args, given) if func in self._ops else func(*args, **given)
+
+
+def _made_up(op: OpOverload, args: Any, kwargs: Any) -> Any:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-        result = CALL_OP(op, *fakes[0], **fakes[1])
+        result = op(*fakes[0], **fakes[1])
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
     made = tree_map_only(
         Tensor, lambda each: torch.empty_strided(

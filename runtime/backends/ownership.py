@@ -174,6 +174,18 @@ def memory_of(value: Any) -> list[Tensor]:
     return [inner for tensor in tensors_in(value) for inner in inner_tensors(tensor)]
 
 
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Address of the first byte, and of the one after the last; of an empty one (0, 0)."""
+    if not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return start, start + (last + 1) * tensor.element_size()
+
+
 class TensorTracker(LightDispatchMode):
     """A dispatch mode that reports to `ownership` every tensor an operator touches.
 

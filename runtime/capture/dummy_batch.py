@@ -9,9 +9,8 @@ cache slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -53,62 +52,6 @@ def _is_missing(error: KeyError, layers: Mapping[str, Any]) -> bool:
     (*_, (frame, _)) = walk_tb(error.__traceback__)
     reads = "layers" in frame.f_code.co_names or any(v is layers for v in frame.f_locals.values())
     return reads and len(error.args) == 1 and error.args[0] not in layers
-
-
-@dataclass(frozen=True)
-class DummyBatch:
-    """A batch of zero real rows that fills `descriptor`, on static `inputs`.
-
-    `state` are the model's own tensors that the code writes to. `check`: see `preserve`.
-    """
-
-    descriptor: BatchDescriptor
-    mode: RuntimeMode
-    inputs: BoundInputs
-    state: Sequence[Tensor]
-    check: bool
-
-    @contextmanager
-    def in_context(
-        self, context: ForwardContext, metadata_for: MetadataFor | None
-    ) -> Iterator[tuple[Tensor, ...]]:
-        """Yields the static inputs to run on; `context` is the batch's inside the block.
-
-        Raises MetadataFailed if `metadata_for` raises, LayerMissing for a layer that does not
-        exist.
-        """
-        context.decision = None
-        context.num_tokens = self.descriptor.num_tokens
-        context.metadata = metadata_of(metadata_for, self.descriptor, self.mode)
-        layers, inputs = context.layers, self.inputs
-        try:
-            with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
-                inputs.fill_padding()
-                written = [*inputs.written_in_place, *self.state]
-                with preserve(written, inputs.views, self.check), forward_context(context):
-                    yield inputs.views
-        except KeyError as error:
-            if not _is_missing(error, layers):
-                raise
-            known = ", ".join(map(str, layers)) or "none"
-            raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
-
-
-def metadata_of(
-    metadata_for: MetadataFor | None, descriptor: BatchDescriptor, mode: RuntimeMode
-) -> Any:
-    """The metadata of a dummy batch; None without a function that makes it."""
-    try:
-        return metadata_for(descriptor, mode) if metadata_for else None
-    except torch.OutOfMemoryError:
-        raise  # not an error of the caller: a smaller batch may fit
-    except Exception as error:
-        raise MetadataFailed(
-            where=error_line(error),
-            mode=mode.name,
-            num_tokens=descriptor.num_tokens,
-            reason=f"{type(error).__name__}: {first_line(error)}",
-        ) from error
 
 
 class DummyBatches:
@@ -154,11 +97,10 @@ class DummyBatches:
         kind = code, mode, descriptor.for_decode
         state, is_first = model_state(code.compiled), kind not in self._checked
         inputs = code.inputs.at(sizes)
-        batch = DummyBatch(descriptor, mode, inputs, list(state.values()), is_first)
         if self._refused is not None:  # a second try would not see it
             raise self._refused
         try:
-            in_context = batch.in_context(self.context, self.metadata_for)
+            in_context = self._in_context(descriptor, mode, inputs, state.values(), is_first)
             with self._around(), in_context as views:
                 if is_first:
                     with agreeing(agreement):
@@ -176,9 +118,54 @@ class DummyBatches:
             raise
         self._checked.add(kind)
 
+    @contextmanager
+    def _in_context(
+        self,
+        descriptor: BatchDescriptor,
+        mode: RuntimeMode,
+        inputs: BoundInputs,
+        state: Iterable[Tensor],
+        check: bool,
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yields static `inputs` of zero real rows; the context is the batch's inside the block.
+
+        `state` are the model's own tensors that the code writes to. `check`: see `preserve`.
+        Raises MetadataFailed if `metadata_for` raises, LayerMissing for a layer that does not
+        exist.
+        """
+        self.context.decision = None
+        self.context.num_tokens = descriptor.num_tokens
+        self.renew_metadata(descriptor, mode)
+        layers = self.context.layers
+        try:
+            with torch.no_grad(), preserve_rng_state(), preserve(inputs.filled):
+                inputs.fill_padding()
+                written = [*inputs.written_in_place, *state]
+                with preserve(written, inputs.views, check), forward_context(self.context):
+                    yield inputs.views
+        except KeyError as error:
+            if not _is_missing(error, layers):
+                raise
+            known = ", ".join(map(str, layers)) or "none"
+            raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
+
     def renew_metadata(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> None:
-        """Inside `batch`: give the context other metadata of the same batch."""
-        self.context.metadata = metadata_of(self.metadata_for, descriptor, mode)
+        """Give the context other metadata of a batch; None without a function that makes it.
+
+        Raises MetadataFailed.
+        """
+        make = self.metadata_for
+        try:
+            self.context.metadata = make(descriptor, mode) if make else None
+        except torch.OutOfMemoryError:
+            raise  # not an error of the caller: a smaller batch may fit
+        except Exception as error:
+            raise MetadataFailed(
+                where=error_line(error),
+                mode=mode.name,
+                num_tokens=descriptor.num_tokens,
+                reason=f"{type(error).__name__}: {first_line(error)}",
+            ) from error
 
     def _run_twice(
         self, code: ModelCode, views: tuple[Tensor, ...], state: Mapping[str, Tensor]

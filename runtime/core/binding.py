@@ -298,20 +298,17 @@ def _parameters(signature: inspect.Signature) -> tuple[str, dict[str, Any]]:
     for name, parameter in signature.parameters.items():
         if parameter.default is not inspect.Parameter.empty:
             defaults[f"default_{name}"] = parameter.default
-            parameter = parameter.replace(default=_Name(f"default_{name}"))
+            parameter = parameter.replace(default=Verbatim(f"default_{name}"))
         parameters.append(parameter.replace(annotation=inspect.Parameter.empty))
     text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return text[1:-1], defaults
 
 
-class _Name:
-    """Prints as a bare name inside a signature."""
+class Verbatim(str):
+    """Prints as it is, also inside of a signature or an error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _made(text: str, name: str, names: dict[str, Any]) -> Any:

@@ -1,5 +1,7 @@
 """A compiled piece against its graph, where memory is left for a splitting op to fill."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.fx import symbolic_trace
@@ -67,7 +69,8 @@ def test_a_handle_of_the_model_has_its_own_value():
 
 
 def test_a_splitting_op_inside_is_not_run(monkeypatch):
-    """It may need a running step; a constant stands for what it returns."""
+    """It may need a running step; a constant stands for what it returns. In a thread that serves
+    meanwhile the op itself is called."""
     from . import ops
 
     monkeypatch.setattr(ops, "_mix", None)
@@ -79,6 +82,8 @@ def test_a_splitting_op_inside_is_not_run(monkeypatch):
     for added, wrong in ((0.0, False), (1.0, True)):
 
         def code(args, added=added):
+            with ThreadPoolExecutor(1) as serving, pytest.raises(TypeError, match="not callable"):
+                serving.submit(fresh.default, args[0], "a").result()
             return [fresh.default(args[0], "a") * (args[0] + added)]
 
         assert (numeric_difference(code, made, {}, cut_at) is not None) is wrong

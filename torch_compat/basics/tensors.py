@@ -18,7 +18,6 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_value_type
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
@@ -53,7 +52,6 @@ from .devices import autocast_devices
 from .patch import own_export_modes
 
 __all__ = [
-    "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "StorageWeakRef",

@@ -46,7 +46,7 @@ from ....torch_compat.basics.tensors import (
     tree_unflatten,
     without_modes,
 )
-from ..ownership import EachOp, memory_of, reads_host
+from ..ownership import EachOp, extent, memory_of, reads_host
 from .tape import poison
 
 
@@ -388,17 +388,8 @@ def _check_read(tensor: Tensor, early: Sequence[Rewrite], work: Work) -> None:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory in common, as far as their first and last bytes say."""
-    if storage_id(one) != storage_id(other) or not one.numel() or not other.numel():
-        return False
-    (a, b), (c, d) = _extent(one), _extent(other)
+    (a, b), (c, d) = extent(one), extent(other)
     return a < d and c < b
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    pairs = zip(map(int, tensor.shape), tensor.stride(), strict=True)
-    start = int(tensor.storage_offset())
-    stop = start + sum((size - 1) * step for size, step in pairs) + 1
-    return start * tensor.element_size(), stop * tensor.element_size()
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

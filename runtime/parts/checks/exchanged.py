@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property, partial
 from threading import get_ident
@@ -26,7 +25,7 @@ from ....compile.ir.locations import user_line
 from ....errors import NotReplayed, StateChanged
 from ....torch_compat.basics.modules import place_of
 from .module_state import LONG
-from .observer import LEAVES, OF_ANY_MODULE, observe, observe_no_longer
+from .observer import LEAVES, OF_ANY_MODULE, Sees, observe
 
 _CONTAINERS = (dict, list, set, deque, SimpleNamespace)
 MISSING = "missing"
@@ -58,17 +57,16 @@ class BreakAccess:
             self._tell(changed=path, where=user_line())
 
 
-class Exchanged:
+class Exchanged(Sees):
     """Observes one run of a model: Python of a graph after `open`, of a break after `close`."""
 
     def __init__(self, model: nn.Module, breaks: BreakAccess) -> None:
-        named = model.named_modules()
-        self._names = {id(each): f"model.{path}".rstrip(".") for path, each in named}
-        self._kinds = {type(each) for each in model.modules()}
-        self._held: list[Any] = [model]  # identities are unique while the objects live
+        super().__init__()
+        for path, module in model.named_modules():
+            self._know(f"model.{path}".rstrip("."), module)
+            self._kinds.add(type(module))
         self.facts: Facts = {}
         self._breaks = breaks
-        self._thread = 0
         self._in_graph = False
         self._read, self._set = dict[_Key, Any](), set[_Key]()
         self._from_itself = set[_Key]()
@@ -76,7 +74,7 @@ class Exchanged:
         self._refused: NotReplayed | StateChanged | None = None
         self._start_graph()
         for name, parameter in inspect.signature(model.forward).parameters.items():
-            self._know(f"forward({name})", parameter.default)
+            self._look_into(f"forward({name})", parameter.default)
 
     def _start_graph(self) -> None:
         self._wrote: dict[_Key, Any] = {}
@@ -85,9 +83,7 @@ class Exchanged:
 
     def open(self) -> None:
         if not self._thread:
-            self._thread = get_ident()
-            for kind in self._kinds:
-                observe(kind, self)
+            super().open()
         self._start_graph()
         self._in_graph = True
 
@@ -101,17 +97,15 @@ class Exchanged:
             raise self._refused
 
     def finish(self) -> None:
-        self._thread = 0
+        super().close()
         changing = self._set | self._breaks.wrote
         self.facts = {key: fact for key, fact in self.facts.items() if key not in changing}
-        for kind in self._kinds:
-            observe_no_longer(kind, self)
 
     def border(self, weak: Callable[[Any], Any]) -> Callable[[], None] | None:
         """What runs in each step between the break before the graph that was closed and the next:
         it compares what the graph reads of what breaks leave, and sets what the graph sets. Raises
         NotReplayed."""
-        names = self._names
+        paths = self._paths
         expected = [(obj, key[1], then) for key, (obj, then) in self._expected.items()]
         contents = [each for at, each in self._contents.items() if (at, None) in self._breaks.read]
         written = [
@@ -124,7 +118,7 @@ class Exchanged:
 
         def meet() -> None:
             for obj, name, then in expected:
-                _compare(f"{names[id(obj)]}.{name}", then, _fact(getattr(obj, name, MISSING)))
+                _compare(f"{paths[id(obj)]}.{name}", then, _fact(getattr(obj, name, MISSING)))
             for path, value, then in contents:
                 _compare(path, then, _content(value))
             for obj, name, value in written:
@@ -133,13 +127,11 @@ class Exchanged:
         return meet
 
     def missing(self, obj: Any, name: str) -> None:
-        """An attribute was not found."""
         self.read(obj, name, MISSING)
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
-        """An attribute was read."""
         of_class = isinstance(value, MethodType | nn.Module) or name in OF_ANY_MODULE
-        known = get_ident() == self._thread and id(obj) in self._names
+        known = get_ident() == self._thread and id(obj) in self._paths
         if not known or of_class or name.startswith("__"):
             return value
         with self._unobserved():
@@ -147,9 +139,9 @@ class Exchanged:
         return value
 
     def _note(self, key: _Key, obj: Any, value: Any) -> None:
-        path, at = f"{self._names[key[0]]}.{key[1]}", id(value)
+        path, at = f"{self._paths[key[0]]}.{key[1]}", id(value)
         is_container = isinstance(value, _CONTAINERS)
-        self._know(path, value)
+        self._look_into(path, value)
         if not self._in_graph:
             for each in (key, (at, None)) if is_container else (key,):
                 self._breaks.read.add(each)
@@ -164,24 +156,22 @@ class Exchanged:
             if is_container and at not in self._contents:
                 self._contents[at] = path, value, _content(value)
 
-    def _know(self, path: str, value: Any) -> None:
+    def _look_into(self, path: str, value: Any) -> None:
         """Observe an object, or those in a container."""
         value = value() if isinstance(value, ref) else value
         is_leaf = isinstance(value, (*LEAVES, Tensor)) and not isinstance(value, Enum)
-        if is_leaf or id(value) in self._names:
+        if is_leaf or id(value) in self._paths:
             return
-        self._names[id(value)] = path
-        self._held.append(value)
+        self._know(path, value)
         if not isinstance(value, (*_CONTAINERS, tuple)):
             if type(value) not in self._kinds and observe(type(value), self):
                 self._kinds.add(type(value))
         elif len(held := _held(value)) <= LONG:
             for key, each in held.items() if isinstance(held, dict) else enumerate(held):
-                self._know(f"{path}[{key!r}]", each)
+                self._look_into(f"{path}[{key!r}]", each)
 
     def wrote(self, obj: Any, name: Any) -> None:
-        """An attribute was set."""
-        if get_ident() != self._thread or id(obj) not in self._names:
+        if get_ident() != self._thread or id(obj) not in self._paths:
             return
         key = id(obj), name
         if not self._in_graph:
@@ -190,19 +180,11 @@ class Exchanged:
             self._wrote[key] = obj
             self._set.add(key)
             if key in self._read and (now := self._unseen(obj, name)) is not self._read[key]:
-                self._changes_itself(key, f"{self._names[key[0]]}.{name}", now)
+                self._changes_itself(key, f"{self._paths[key[0]]}.{name}", now)
 
     def _unseen(self, obj: Any, name: str) -> Any:
         with self._unobserved():
             return getattr(obj, name, None)
-
-    @contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        thread, self._thread = self._thread, 0
-        try:
-            yield
-        finally:
-            self._thread = thread
 
     def _changes_itself(self, key: _Key, path: str, now: Any) -> None:
         """As a trace does: numbers are dropped with a warning, tensors are refused."""

@@ -91,36 +91,25 @@ class Noting(Protocol):
         """The expression of a key."""
 
 
-class Sees(Protocol):
-    """Is told what is read of the objects of a class, and set."""
+class Sees:
+    """Is told what one thread reads of the objects of its classes, and sets, while it is open."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+        self._paths: dict[int, str] = {}
+        """By identity of an object, which is unique while the objects live."""
+        self._held: list[Any] = []
+        self._kinds = set[type]()
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
         """An attribute was read: what the reader is given."""
+        return value
 
     def missing(self, obj: Any, name: str) -> None:
         """An attribute was not found."""
 
     def wrote(self, obj: Any, name: Any) -> None:
         """An attribute was set."""
-
-
-class Observer:
-    """Observes what this thread reads of `root` between `open` and `close`; the names of its
-    attributes are the first parts of paths."""
-
-    def __init__(self, root: Any, noting: Noting, whole: bool = False) -> None:
-        """`whole`: nothing stands in for a dict, of which all is noted."""
-        self._noting = noting
-        self._nothing_stands_in = whole
-        self._thread = 0
-        self._paths = {id(root): ""}
-        self._stand_ins: dict[int, Any] = {}
-        self._written = set[tuple[int, Any]]()
-        self._of_modules = set[int]()
-        self._derived: dict[int, tuple[Callable[[], Any], list[Tensor]]] = {}
-        """By identity of a tensor that was computed: the tensors that were handed out for it."""
-        self._held: list[Any] = [root]  # identities are unique while the objects live
-        self._kinds = {type(root)}
 
     def open(self) -> None:
         self._thread = get_ident()
@@ -131,6 +120,36 @@ class Observer:
         self._thread = 0
         for kind in self._kinds:
             observe_no_longer(kind, self)
+
+    def _know(self, path: str, value: Any) -> None:
+        self._paths[id(value)] = path
+        self._held.append(value)
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        thread, self._thread = self._thread, 0
+        try:
+            yield
+        finally:
+            self._thread = thread
+
+
+class Observer(Sees):
+    """Observes what this thread reads of `root` between `open` and `close`; the names of its
+    attributes are the first parts of paths."""
+
+    def __init__(self, root: Any, noting: Noting, whole: bool = False) -> None:
+        """`whole`: nothing stands in for a dict, of which all is noted."""
+        super().__init__()
+        self._noting = noting
+        self._nothing_stands_in = whole
+        self._stand_ins: dict[int, Any] = {}
+        self._written = set[tuple[int, Any]]()
+        self._of_modules = set[int]()
+        self._derived: dict[int, tuple[Callable[[], Any], list[Tensor]]] = {}
+        """By identity of a tensor that was computed: the tensors that were handed out for it."""
+        super()._know("", root)
+        self._kinds.add(type(root))
 
     def forget(self) -> None:
         """Observe nothing any more. A stand-in may outlive the capture."""
@@ -149,17 +168,13 @@ class Observer:
     def _path_of(self, obj: Any, name: Any) -> Iterator[str | None]:
         """The path of an object of which `name` is read, None if that is not to be noted. What is
         read inside the block, to note it, is not."""
-        thread, self._thread = self._thread, 0
-        try:
-            own = get_ident() != thread or (id(obj), name) in self._written
+        own = get_ident() != self._thread or (id(obj), name) in self._written
+        with self._unobserved():
             if not own:
                 self._noting.rarely = id(obj) in self._of_modules
             yield None if own else self._paths.get(id(obj))
-        finally:
-            self._thread = thread
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
-        """An attribute was read: what the reader is given."""
         kind = type(obj)
         with self._path_of(obj, name) as path:
             if path is None:
@@ -180,13 +195,12 @@ class Observer:
             return self._hand_out(f"{path}.{name}".lstrip("."), value)
 
     def missing(self, obj: Any, name: str) -> None:
-        """An attribute was not found."""
         with self._path_of(obj, name) as path:
             if path is not None and not name.startswith("__"):
                 self._noting.value(f"hasattr({path}, {name!r})", False)
 
     def wrote(self, obj: Any, name: Any) -> None:
-        """An attribute or item was set: from now on it is not the step's."""
+        """From now on it is not the step's."""
         self._written.add((id(obj), name))
         if id(obj) in self._of_modules:
             part = f"[{self._noting.key(name)}]" if isinstance(obj, dict) else f".{name}"
@@ -388,8 +402,7 @@ class Observer:
         return observed
 
     def _know(self, path: str, value: Any) -> None:
-        self._paths[id(value)] = path
-        self._held.append(value)
+        super()._know(path, value)
         if self._noting.rarely:
             self._of_modules.add(id(value))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ....compile.plan.compiled_model import CompiledModel
 from ....errors import InputsShareMemory
 from ....torch_compat.basics.tensors import inner_tensors, storage_id
+from ...backends.ownership import extent
 from ...core.check import CheckStep
 from ...forward_context import ForwardContext
 
@@ -39,7 +40,7 @@ def memory_check(compiled: CompiledModel, seen_written: Collection[str] = ()) ->
         tensors = dict(named_weights(compiled.model))
         changes = {name: name in seen_written for name in tensors}
     parts = [
-        (*_bounds(part), name, changes[name], part)
+        (*extent(part), name, changes[name], part)
         for name, tensor in tensors.items()
         if changes[name] or written
         for part in inner_tensors(tensor)
@@ -55,7 +56,7 @@ def memory_check(compiled: CompiledModel, seen_written: Collection[str] = ()) ->
 
     def check(context: ForwardContext, tensors: tuple[Tensor, ...]) -> None:
         for position, tensor in enumerate(tensors):
-            start, end = _bounds(tensor)
+            start, end = extent(tensor)
             at = bisect_left(starts, end) - 1
             while at >= 0 and furthest[at] > start:
                 _, _, name, changed, part = weights[at]
@@ -78,8 +79,8 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def overlap(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors have an element in common."""
-    begin, end = _bounds(one)
-    other_begin, other_end = _bounds(two)
+    begin, end = extent(one)
+    other_begin, other_end = extent(two)
     if min(end, other_end) <= max(begin, other_begin):
         return False
     elements = (max(end, other_end) - min(begin, other_begin)) // one.element_size()
@@ -90,15 +91,3 @@ def overlap(one: Tensor, two: Tensor) -> bool:
     mask = torch.zeros(elements, dtype=torch.bool, device="cpu")
     mask.as_strided(one.size(), one.stride(), one.storage_offset() - first).fill_(True)
     return bool(mask.as_strided(two.size(), two.stride(), two.storage_offset() - first).any())
-
-
-def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Address of the first byte, and of the one after the last."""
-    if not tensor.numel():
-        return 0, 0
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in pairs)
-    return start, start + (last + 1) * tensor.element_size()

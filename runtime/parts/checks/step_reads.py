@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ....errors import ReadNotKept, StaleContext
 from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
+from ...core.binding import Verbatim
 from ...forward_context import CURRENT, ForwardContext
 from .exchanged import Exchanged, Facts
 from .observer import Observer, is_value
@@ -232,11 +233,11 @@ class StepReads:
         for path, kind in read.classes.items():
             now = self._read(path, facts)
             if type(now) is not kind:
-                self._raise(path, _Text(f"a {kind.__qualname__}"), now, facts)
+                self._raise(path, Verbatim(f"a {kind.__qualname__}"), now, facts)
         first: dict[int, str] = {}
         for path, now in zip(read.apart, reader(read.apart, self.names)(*facts), strict=True):
             if (other := first.setdefault(id(now), path)) != path:
-                self._raise(path, _Text("an object of its own"), _Text(other), facts)
+                self._raise(path, Verbatim("an object of its own"), Verbatim(other), facts)
 
     def _read(self, path: str, facts: tuple[Any, ...]) -> Any:
         try:
@@ -254,7 +255,7 @@ class StepReads:
             path, bound = self._bounds[path]
             recorded, now = f"at most {bound}", self._read(path, facts)
         elif path.startswith("repr("):
-            recorded, now, path = _Text(recorded), _Text(now), path[5:-1]
+            recorded, now, path = Verbatim(recorded), Verbatim(now), path[5:-1]
         while isinstance(recorded, list | tuple) and type(now) is type(recorded):
             pairs = enumerate(zip(recorded, now, strict=False))
             at = next((at for at, (one, other) in pairs if one != other), None)
@@ -319,16 +320,6 @@ def _is_exact(value: Any) -> bool:
     if isinstance(value, float):
         return bool(value) and value == value
     return isinstance(value, _EXACT)
-
-
-class _Text:
-    """Prints as it is."""
-
-    def __init__(self, text: object) -> None:
-        self._text = str(text)
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 _FACTS = (bool, int, str, tuple, torch.dtype, torch.device, torch.layout)
