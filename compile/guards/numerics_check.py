@@ -17,13 +17,14 @@ from ..ir.compilation import PieceFn
 from ..ir.ops import FilledMemory, clones, resolve_op, tensors_in, where_written, written_by
 from ..pieces.piece import HANDLE
 from ..trace.symbols import Sizes, input_at
-from .tolerance import excess
+from .tolerance import compare
 
 
 def numeric_difference(
     fn: PieceFn, graph: GraphModule, sizes: Sizes, cut_at: Sequence[str] = ()
 ) -> str | None:
-    """How the results of `fn` differ from those of `graph` at `sizes`; None if they are equal.
+    """How the results of `fn` differ from those of `graph` at `sizes`, or why that is not known;
+    None if they are equal.
 
     Floating-point inputs are small random numbers. All others are zero, since an index of zero is
     in range for any table. Memory that the piece allocates and does not write, for a splitting op
@@ -78,9 +79,11 @@ def _difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
                 return f"result {index} is {tuple(one.shape)} instead of {tuple(expected.shape)}"
             # a tensor on the meta device has no values to compare
             got[index] = expected if expected.is_meta else where_written(expected, other, one)
-        wrong = excess(zeros, got, run)
+        wrong = compare(zeros, got, run)
     if wrong is None:
         return None
+    if wrong.unknown:
+        return f"result {wrong.result} cannot be compared: {wrong.unknown}"
     one, expected = got[wrong.result], zeros[wrong.result]
     if not isinstance(expected, Tensor):
         return f"result {wrong.result} is {one} instead of {expected}"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from piecegraph.compile.guards.tolerance import Excess
 from piecegraph.tools.engine import serving_log as clock
 from piecegraph.tools.serve import verify
 from piecegraph.tools.serve.verify import Verifier
@@ -103,6 +104,13 @@ def test_failure_29_a_write_to_another_requests_slot_is_found(serve, layer):
     result, _, _ = serve(fault)
     assert result.mismatch.step == 4
     assert f"{layer} wrote to cache slot" in result.mismatch.what
+
+
+def test_steps_of_which_rounding_leaves_nothing_are_counted(serve, monkeypatch):
+    monkeypatch.setattr(verify, "compare", lambda *_: Excess(0, 0, 9.0, 9.0, "why"))
+    result, _, _ = serve(lambda step, output, world: output * 2)
+    assert result.ok
+    assert result.not_compared == result.steps > 0
 
 
 def test_the_clock_stands_still_meanwhile(serve, monkeypatch):

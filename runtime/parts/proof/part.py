@@ -287,15 +287,17 @@ class ProofPart(Part):
         runs, results, right = self.runs, copied(step.results), step.results
         final = now = step.after.now() if step.waits else step.after
         step.ranks = Lockstep(self._exchange)
-        verdict: dict[str, Any] = {"stop": None, "unsteady": False, "wrong": None}
+        verdict: dict[str, Any] = {"stop": None, "unproved": "", "wrong": None}
         try:
             expected = runs.again(step)
             got = runs.compared(step, results, step.before, step.after)
             if not self._steady:
                 self._steady = runs.is_repeated(step, expected)
-                verdict["unsteady"] = not self._steady
-            wrong = runs.excess(step, expected, got) if self._steady else None
-            if wrong is not None:
+                verdict["unproved"] = "" if self._steady else UNSTEADY
+            wrong = runs.difference(step, expected, got) if self._steady else None
+            if wrong is not None and wrong.unknown:
+                verdict["unproved"] = wrong.unknown
+            elif wrong is not None:
                 cause, graphs = find_cause(runs, step, expected, self._steps.code.compiled.traced)
                 apart = wrong.difference if isfinite(wrong.difference) else None
                 verdict["wrong"] = [list(Cause).index(cause), graphs, apart, wrong.tolerance]
@@ -320,8 +322,10 @@ class ProofPart(Part):
         for reason, detail in filter(None, (one["stop"] for one in verdicts)):
             self.stop(Stopped(reason), detail)
             return
-        if any(one["unsteady"] for one in verdicts):
-            self._skip(step.decision.graph_index, UNSTEADY)
+        wrong = [one["wrong"] for one in verdicts if one["wrong"]]
+        unproved = [one["unproved"] for one in verdicts if one["unproved"]]
+        if unproved and (UNSTEADY in unproved or not wrong):
+            self._skip(step.decision.graph_index, unproved[0])
             if self.skipped[UNSTEADY] == MOST_UNSTEADY:
                 self.stop(Stopped.UNSTEADY)
             return
@@ -329,7 +333,6 @@ class ProofPart(Part):
         self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
         self.coverage.prove(decision.graph_index, sum(self._steps.usage.by_graph().values()))
         repaired = decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced
-        wrong = [one["wrong"] for one in verdicts if one["wrong"]]
         if wrong:
             cause, _, apart, tolerance = max(wrong, key=itemgetter(0))
             graphs = sorted({graph for _, graphs, *_ in wrong for graph in graphs})

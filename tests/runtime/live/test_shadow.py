@@ -86,6 +86,32 @@ def test_right_steps_are_counted_and_change_nothing(prepare_live):
     assert facts["wrong"] == []
 
 
+class LiesElsewhere(Model):
+    """With another rounding its rows are no numbers."""
+
+    def forward(self, x):
+        parts = torch.full((4,), 0.25, device=x.device)
+        one = (parts.sum() == 1).to(x.dtype)
+        return super().forward(x) * (one / one)
+
+
+def test_a_step_of_which_rounding_leaves_nothing_is_not_proved(prepare_live, monkeypatch):
+    """Wrong results were within a tolerance that had no bound. What is equal is proved."""
+    reason = "rounding alone changes all of row 0 of result 0"
+    served = prepare_live(model=LiesElsewhere(), shadow=EACH)
+    served.prepared.capture()
+    assert run(served, 3)
+    assert served.prepared.report()["shadow"]["skipped"] == {}
+    compiled_wrong(monkeypatch)
+    served = prepare_live(model=LiesElsewhere(), shadow=EACH)
+    served.prepared.capture()
+    assert not run(served, 3)
+    facts = served.prepared.report()["shadow"]
+    assert (facts["proved"], facts["wrong"], facts["stopped"]) == ([], [], None)
+    assert facts["skipped"] == {reason: 1}
+    assert reason in [row["not_yet"] for row in facts["graphs"]]
+
+
 def test_a_default_device_of_the_engine_reaches_nothing(prepare_live):
     """A capture, a proof and a step make tensors of their own."""
     served, x = prepare_live(shadow=EACH), torch.rand(3, HIDDEN)
