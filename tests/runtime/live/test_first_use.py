@@ -16,6 +16,7 @@ from piecegraph import Batch, ForwardContext, forward_context, prepare
 from piecegraph.errors import SetUpOnFirstUse
 from piecegraph.runtime.capture.first_use import UNDONE
 from piecegraph.runtime.forward_context import get_forward_context
+from piecegraph.runtime.tensors_by_path import tensors_by_path
 
 from ..conftest import small_config, strict_backend
 
@@ -302,3 +303,43 @@ def test_a_proof_of_the_step_that_sets_up_does_not_count(model):
     with pytest.raises(SetUpOnFirstUse):
         prepared.capture()
     assert prepared.report()["shadow"]["proved"] == []
+
+
+class Ambiguous:
+    """A configuration whose layers have values of their own raises for one that is read of it."""
+
+    table = torch.zeros(1)
+
+    def __init__(self):
+        self.heads, self.scale = torch.ones(2), torch.ones(3)
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise ValueError("read it of a layer")
+        return super().__getattribute__(name)
+
+    @property
+    def width(self):
+        raise ValueError("read it of a layer")
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: Tensor
+    unset: Any = None
+
+
+def test_no_code_of_an_object_runs_where_its_tensors_are_looked_for():
+    slots = Slots(torch.ones(2))
+    del slots.unset
+    found = dict(tensors_by_path("x", [Ambiguous(), slots]))
+    assert set(found) == {"x[0].heads", "x[0].scale", "x[0].table", "x[1].scale"}
+
+
+def test_a_model_whose_configuration_raises_is_captured():
+    model = nn.Linear(8, 8).requires_grad_(False)
+    model.config = Ambiguous()
+    config = small_config(4, inputs={"input": "float32[num_tokens, 8]"}, graph_mode="FULL")
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    assert prepared.recordings()
