@@ -144,6 +144,29 @@ class CacheLayer(Source, Protocol):
 
 def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_any) -> Entry | Miss:
     """The entry of `kind` under `key_digest` with every blob verified, or why there is none."""
+    found = _stored(layer, kind, key_digest)
+    if isinstance(found, Miss):
+        return found
+    manifest, signature = found
+    if reason := refusal(manifest):
+        return Miss("refused", reason, layer.name)
+    contents = {}
+    for blob in manifest.blobs:
+        content = read_blob(layer, manifest, blob)
+        if isinstance(content, Miss):
+            return content
+        contents[blob] = content
+    return Entry(manifest, contents, layer.name, signature)
+
+
+def held(layer: Source, manifest: Manifest) -> Manifest | Miss:
+    """The manifest that a layer has in the place of an entry, or why there is none to use."""
+    found = _stored(layer, manifest.kind, manifest.key.digest)
+    return found if isinstance(found, Miss) else found[0]
+
+
+def _stored(layer: Source, kind: str, key_digest: str) -> tuple[Manifest, str | None] | Miss:
+    """The manifest to use of an entry, and its signature, or why there is none."""
     name = entry_name(kind, key_digest)
     try:
         manifest, signature = decode(layer.read(name, MAX_MANIFEST_BYTES))
@@ -159,28 +182,7 @@ def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_an
         return Miss("untrusted", distrust, layer.name)
     if aside_reason := manifest.aside_reason:
         return Miss("aside", aside_reason, layer.name, aside=manifest.aside)
-    if reason := refusal(manifest):
-        return Miss("refused", reason, layer.name)
-    contents = {}
-    for blob in manifest.blobs:
-        content = read_blob(layer, manifest, blob)
-        if isinstance(content, Miss):
-            return content
-        contents[blob] = content
-    return Entry(manifest, contents, layer.name, signature)
-
-
-def held(layer: Source, manifest: Manifest) -> Manifest | Miss:
-    """The manifest that a layer has in the place of an entry, or why there is none to use."""
-    seen: list[Manifest] = []
-
-    def look(manifest: Manifest) -> str:
-        seen.append(manifest)
-        return "it is only looked at"
-
-    miss = find(layer, manifest.kind, manifest.key.digest, look)
-    assert isinstance(miss, Miss)
-    return seen[0] if seen else miss
+    return manifest, signature
 
 
 def read_blob(layer: Source, manifest: Manifest, name: str) -> bytes | Miss:

@@ -27,7 +27,7 @@ from .bundle.key_factors import trace_key
 from .conditions.values import Undescribable
 from .eager_model import eager_model
 from .ir.compilation import BundleMiss, Compiler, CompileRequest
-from .plan.compiled_model import CompiledModel, bind
+from .plan.compiled_model import CompiledModel, weights_of
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
 if TYPE_CHECKING:
@@ -172,11 +172,11 @@ def _compile(
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
             bundle = store_bundle(request, key, conditions, plan, artifacts, seconds)
-    pieces = [made.fn for made in compiled.results]
     with events.span("link", level=logging.INFO):
-        return bind(
+        return CompiledModel(
             plan,
-            pieces,
+            tuple(made.fn for made in compiled.results),
+            weights_of(request.model, plan),
             request.model,
             from_bundle=False,
             conditions=conditions.data,

@@ -23,7 +23,7 @@ from .ir.compilation import (
     PieceFn,
     kernels,
 )
-from .plan.compiled_model import CompiledModel, bind
+from .plan.compiled_model import CompiledModel, weights_of
 from .plan.report_plan import report_plan
 
 SHOWN = 3
@@ -56,9 +56,10 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
             pieces = _load(request, compiler, entry, bundle)
             conditions: Any = entry.meta["conditions"]
             with request.events.span("bundle.link"):
-                compiled = bind(
+                compiled = CompiledModel(
                     bundle.plan,
-                    pieces,
+                    tuple(pieces),
+                    weights_of(request.model, bundle.plan),
                     request.model,
                     from_bundle=True,
                     conditions=conditions,

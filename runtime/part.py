@@ -38,6 +38,9 @@ states, if known."""
 
 Decided = tuple[Callable[..., bool], ...]
 
+Modes = Collection[RuntimeMode] | None
+"""Runtime modes that a step allows or excludes; None by default."""
+
 CaptureSet = Callable[[Progress | None], None]
 """Captures the startup set; is told of each capture."""
 
@@ -57,14 +60,9 @@ class Part:
     def before_step(self, batch: Batch | None) -> None:
         """Before `batch` is dispatched; None in idle time. Other code may serve from here on."""
 
-    def decided(
-        self,
-        batch: Batch,
-        decision: Decision,
-        allowed_modes: Collection[RuntimeMode] | None,
-        excluded_modes: Collection[RuntimeMode] | None,
-    ) -> bool:
-        """`batch` was dispatched. Returns whether graphs changed: it is then dispatched again."""
+    def decided(self, batch: Batch, decision: Decision, *modes: Modes) -> bool:
+        """`batch` was dispatched, with these allowed and excluded modes. Returns whether graphs
+        changed: it is then dispatched again."""
         return False
 
     def checks(self, runs: InstalledGraph | ModelCode) -> Sequence[Check]:

@@ -111,23 +111,6 @@ def _taking(step: StepFn, places: Sequence[int]) -> StepFn:
     return lambda *inputs: step(*[inputs[place] for place in places])
 
 
-def bind(
-    plan: Plan,
-    pieces: Sequence[PieceFn],
-    model: torch.nn.Module,
-    *,
-    from_bundle: bool,
-    conditions: Mapping[str, Any] | None = None,
-    bundle: str | None = None,
-) -> CompiledModel:
-    """Bind a plan to the weights of `model`; raises ModelMismatch if one does not fit."""
-    weights = weights_of(model, plan)
-    pieces = tuple(pieces)
-    return CompiledModel(
-        plan, pieces, weights, model, from_bundle, conditions=conditions, bundle=bundle
-    )
-
-
 def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     """The weights that a plan refers to; raises ModelMismatch if one does not fit."""
     tensors = {

@@ -79,7 +79,7 @@ def _breaking(
             return stand_in.call(name, on_fakes, args, kwargs)  # type: ignore[no-any-return]
         return fn(*args, **kwargs)
 
-    never_traced(breaking, with_callees=True)
+    never_traced(breaking)
     return breaking
 
 

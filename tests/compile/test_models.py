@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -216,28 +216,24 @@ def test_tied_weights_and_buffers(compiled):
 
 
 def test_weights_of_another_model_of_the_same_form_can_be_bound(compiled):
-    from piecegraph.compile.plan.compiled_model import bind
-
     made = compiled(Weights(), inputs=X)
     other = Weights()
     with torch.no_grad():
         other.mean.add_(3)
-    step = bind(made.plan, made.compiled.pieces, other, from_bundle=True).link()
+    step = replace(made.compiled, model=other).rebound().link()
     x = torch.randn(3, 8)
     torch.testing.assert_close(step(x)[0], other(x))
     other.mean = torch.randn(9)
     with pytest.raises(ModelMismatch, match="mean"):
-        bind(made.plan, made.compiled.pieces, other, from_bundle=True)
+        replace(made.compiled, model=other).rebound()
 
 
 def test_model_on_the_meta_device_is_compiled_without_weights(compiled):
     with torch.device("meta"):
         model = Stack(3)
-    from piecegraph.compile.plan.compiled_model import bind
-
     made = compiled(model, inputs=X, splitting_ops=MIX, device="meta")
     real = Stack(3)
-    step = bind(made.plan, made.compiled.pieces, real, from_bundle=True).link()
+    step = replace(made.compiled, model=real).rebound().link()
     x = torch.randn(7, 8)
     torch.testing.assert_close(step(x)[0], real(x))
 

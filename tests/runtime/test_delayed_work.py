@@ -9,7 +9,7 @@ import itertools
 import pickle
 import re
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
-from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
@@ -110,7 +109,7 @@ def make_scene(compiled):
         ids = torch.arange(MAX_TOKENS)
         config, traced = compiled
         prepared = prepare_on_replay(
-            bind(traced.plan, traced.pieces, model, from_bundle=False),
+            replace(traced, model=model, conditions=None).rebound(),
             config.changed(**settings or {}),
             mode,
             sizes,

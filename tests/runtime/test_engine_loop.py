@@ -12,7 +12,7 @@ import copy
 import random
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -27,7 +27,6 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.plan.compiled_model import bind
 
 from .conftest import compile_once, prepare_on_replay
 
@@ -137,7 +136,7 @@ class Served:
         config, traced = compiled
         buffers = {"positions": self.positions, "rope": self.rope}
         self.prepared = prepare_on_replay(
-            bind(traced.plan, traced.pieces, model, from_bundle=False),
+            replace(traced, model=model, conditions=None).rebound(),
             config.changed(**settings), GraphMode.FULL_AND_PIECEWISE, (1, 3, 6, 9, 12),
             self.layers, {"poison_old_results": True}, buffers,
         )  # fmt: skip

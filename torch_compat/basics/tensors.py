@@ -383,10 +383,10 @@ def without_regions() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
 
 
-def never_traced(fn: Any, *, with_callees: bool = False) -> None:
-    """Dynamo runs `fn` as it is; with `with_callees` also what it calls."""
-    callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
-    set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))
+def never_traced(fn: Any) -> None:
+    """Dynamo runs `fn` and what it calls as they are."""
+    skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(fn.__code__, skipped)
 
 
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -402,7 +402,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
         if (handler := cls.__dict__.get("__torch_dispatch__")) is not None:
-            never_traced(handler, with_callees=True)
+            never_traced(handler)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

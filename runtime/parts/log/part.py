@@ -7,18 +7,17 @@ step for one that does nothing (benchmarks/parts-cpu.json). Switch: `PIECEGRAPH_
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ....dispatch import Batch, Decision, PlanEntry, RuntimeMode
+from ....dispatch import Batch, Decision, PlanEntry
 from ....errors import InvalidArgument
 from ...capture.installed_graph import InstalledGraph
 from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core_model import CoreModel
-from ...part import Part, Run
+from ...part import Modes, Part, Run
 from ...tensors_by_path import tensors_by_path
 from .first_steps import FirstSteps
 from .profiler_ranges import StepRanges, name_segments, profiled, range_hooks
@@ -155,13 +154,7 @@ class LogPart(Part):
 
         return observed
 
-    def decided(
-        self,
-        batch: Batch,
-        decision: Decision,
-        allowed_modes: Collection[RuntimeMode] | None,
-        excluded_modes: Collection[RuntimeMode] | None,
-    ) -> bool:
+    def decided(self, batch: Batch, decision: Decision, *modes: Modes) -> bool:
         for observer in () if self._observing else self._observers:
             observer.dispatched(batch, decision)
         if self._first_steps is not None and not self._core.is_provisional:

@@ -45,7 +45,7 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the source of the piece."""
         self._given = set(map(storage_id, tensors_in(args)))
         with self:
-            return _run_source(self._source, args)
+            return run_source(self._source, args)
 
     def first_other_row(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
         """The line of the first op of which a row is another one in the padded run."""
@@ -72,7 +72,6 @@ class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, args: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._args = args
         self._given = set(map(storage_id, tensors_in(args)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,13 +82,9 @@ class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{func} does more than compute")
         return func(*args, **(kwargs or {}))
 
-    def run(self, source: str) -> None:
-        """Run the source of the piece."""
-        with self:
-            _run_source(source, self._args)
 
-
-def _run_source(source: str, args: list[Any]) -> Any:
+def run_source(source: str, args: list[Any]) -> Any:
+    """Run the source of a piece."""
     names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     exec(compile(source, _SOURCE, "exec"), names)
     return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]

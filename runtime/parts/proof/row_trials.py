@@ -19,7 +19,7 @@ from ....compile.plan.result_forms import CheckedOps
 from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
-from .op_rows import OnlyComputes, OpRows, beyond
+from .op_rows import OnlyComputes, OpRows, beyond, run_source
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
@@ -108,7 +108,8 @@ class Trials:
         sizes = self._at(min(self.largest[TOKENS], any_sizes(plan)[TOKENS]))
         args, _ = self._arguments(_SEEDS[0], sizes, sizes, Padding.RANDOM, moved=False)
         try:
-            OnlyComputes(args).run(plan.pieces[self.piece].text)
+            with OnlyComputes(args):
+                run_source(plan.pieces[self.piece].text, args)
         except Exception:  # the source of a piece may not run as it is
             return False
         return True

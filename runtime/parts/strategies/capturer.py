@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from ....config import Eager, Lazy, Strategy
-from ....dispatch import Batch, CapturePhase, Decision, Dispatcher, RuntimeMode
+from ....dispatch import Batch, CapturePhase, Decision, Dispatcher
 from ...capture.capture_all import Progress
 from ...capture.captures import Captures
 from ...core.allowed_work import allow_compilation
 from ...core.records import CaptureRecord, GraphsReturned, PhaseCaptured
+from ...part import Modes
 from .admitted import CaptureBudget, LazyBytes
 from .counted import CountedCaptures
 from .graph_memory import GraphMemory
@@ -106,18 +107,12 @@ class StrategyCapturer:
             self._add_startup_set()
         self._refresh_active()
 
-    def before_step(
-        self,
-        batch: Batch,
-        decision: Decision | None = None,
-        allowed_modes: Collection[RuntimeMode] | None = None,
-        excluded_modes: Collection[RuntimeMode] | None = None,
-    ) -> bool:
+    def before_step(self, batch: Batch, decision: Decision | None = None, *modes: Modes) -> bool:
         """Capture what the strategy wants before `batch` runs, within the budget of one step.
 
         Returns whether graphs changed, so that `decision` no longer holds.
         """
-        wanted = self._dispatcher.wanted(batch, allowed_modes, excluded_modes).graph_index
+        wanted = self._dispatcher.wanted(batch, *modes).graph_index
         self.queue.see(wanted)
         changes, budget = self._captures.changes, CaptureBudget(self._strategy.captures_per_step)
         if self._probe(budget):

@@ -9,20 +9,19 @@ every graph of the plan is captured at startup.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
 
 from ....compile.ir.locations import handled
-from ....dispatch import Batch, Decision, RuntimeMode
+from ....dispatch import Batch, Decision
 from ....errors import DummyStepFailed
 from ...capture.captures import Captures
 from ...capture.dummy_batch import MetadataFor
 from ...core.arguments import checked
 from ...core.code import ModelCode
 from ...core_model import CoreModel
-from ...part import Part
+from ...part import Modes, Part
 from .capturer import StrategyCapturer
 from .ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 
@@ -94,20 +93,14 @@ class StrategiesPart(Part):
         """Whether steps may capture."""
         return self.capturer.active
 
-    def decided(
-        self,
-        batch: Batch,
-        decision: Decision,
-        allowed_modes: Collection[RuntimeMode] | None,
-        excluded_modes: Collection[RuntimeMode] | None,
-    ) -> bool:
+    def decided(self, batch: Batch, decision: Decision, *modes: Modes) -> bool:
         capturer = self.capturer
         self._core.steps.must_be_idle()
         idle = capturer.idle_steps.get(id(decision))
         if idle is not None and batch.num_reqs >= idle.num_reqs:
             idle.steps += 1
             return False
-        changed = capturer.before_step(batch, decision, allowed_modes, excluded_modes)
+        changed = capturer.before_step(batch, decision, *modes)
         if not capturer.active:
             self._core.link()
             if not capturer.is_eager:

@@ -63,7 +63,9 @@ class CaptureQueue:
         self.step = 0
         self._strategy = strategy
         self._plan = plan
-        self._by_size = _largest_first(plan)
+        self._by_size = sorted(
+            range(len(plan.entries)), key=lambda i: -plan.entries[i].descriptor.num_tokens
+        )
         self._pending: list[int] | None = None
         self._next_retry = 0
         self.idle_steps: dict[int, IdleSteps] = {}
@@ -207,11 +209,6 @@ class CaptureQueue:
     def _may_capture(self, graph_index: int) -> bool:
         state = self.states[graph_index]
         return not _done(state) and self.step >= state.retry_at
-
-
-def _largest_first(plan: DispatchPlan) -> list[int]:
-    sizes = [entry.descriptor.num_tokens for entry in plan.entries]
-    return sorted(range(len(sizes)), key=lambda graph_index: -sizes[graph_index])
 
 
 def _done(state: GraphState) -> bool:

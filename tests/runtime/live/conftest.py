@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -31,7 +31,6 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.config import compile_config
 from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
@@ -153,7 +152,7 @@ def serve(compiled):
         model, stage = model or Model(), Stage()
         config = base.changed(**settings)
         if config.compile:
-            code = bind(traced.plan, traced.pieces, model, from_bundle=False)
+            code = replace(traced, model=model, conditions=None).rebound()
         else:
             device = torch.device("cpu")
             cache, events = Cache(None, Events()), Events()

@@ -23,7 +23,6 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.plan.compiled_model import bind
 from piecegraph.dispatch import NO_GRAPH, Axis, CaptureStrategy, LoraGraphs, Reason
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft, StaleContext
 
@@ -154,7 +153,7 @@ def engine(compiled):
             torch.rand(4, HIDDEN), torch.full((MAX_TOKENS,), -1), torch.ones(8, HIDDEN)
         )
         prepared = prepare_on_replay(
-            bind(traced.plan, traced.pieces, model, from_bundle=False),
+            replace(traced, model=model, conditions=None).rebound(),
             base.changed(**settings), GraphMode(mode), graph_sizes, {"adapters": adapters}, {},
         )  # fmt: skip
         prepared.capture(Host.of)
