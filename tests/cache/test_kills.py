@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 
@@ -71,6 +72,25 @@ class Operations:
                 (directory / f"{number}.cpp").write_bytes(bytes(50_000))
 
 
+@contextmanager
+def begun(work):
+    """A child that has begun `work`, and a pipe that says when it has done it.
+
+    To fork a process that has imported much, and to end it, takes longer than the work."""
+    reports, report = os.pipe()
+
+    def reported():
+        os.write(report, b"begun")
+        work()
+        os.write(report, b"done")
+
+    pid = fork(reported)
+    os.close(report)
+    assert os.read(reports, 5) == b"begun"
+    yield pid, reports
+    os.close(reports)
+
+
 def killed_at_random(work, seconds, chance):
     """Run `work` in a child and kill it; False if it was done by then."""
     seed = chance.random()
@@ -79,16 +99,19 @@ def killed_at_random(work, seconds, chance):
         random.seed(seed)
         work()
 
-    pid = fork(seeded)
-    time.sleep(chance.uniform(0, 1.2 * seconds))
-    os.kill(pid, signal.SIGKILL)
-    return status(pid) == -signal.SIGKILL
+    with begun(seeded) as (pid, reports):
+        time.sleep(chance.uniform(0, 1.2 * seconds))
+        os.kill(pid, signal.SIGKILL)
+        return status(pid) == -signal.SIGKILL and not os.read(reports, 4)
 
 
 def seconds_of(work):
-    began = time.perf_counter()
-    status(fork(work))
-    return time.perf_counter() - began
+    with begun(work) as (pid, reports):
+        began = time.perf_counter()
+        assert os.read(reports, 4) == b"done"
+        seconds = time.perf_counter() - began
+        assert status(pid) == 0
+    return seconds
 
 
 @pytest.mark.slow

@@ -33,9 +33,10 @@ def warm(tmp_path_factory):
         splitting_ops=(OP,), inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=16,
         cache_dir=folder, graph_mode="NONE", cache={"verify_bundle": "background"},
     )  # fmt: skip
-    assert pg.compile_ahead(Model(), config)
-    with pytest.MonkeyPatch.context() as patch:  # the tests' own setting
-        patch.delenv("PIECEGRAPH_OFF", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._inductor.config.aot_inductor.precompile_headers", False)
+        assert pg.compile_ahead(Model(), config)
+        patch.delenv("PIECEGRAPH_OFF", raising=False)  # the tests' own setting
         prepared = pg.prepare(Model(), config)
     return prepared, prepared.report()
 

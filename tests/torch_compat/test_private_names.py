@@ -140,11 +140,11 @@ def exists(path):
     return True
 
 
-USED = sorted(
-    path
-    for file in (Path(__file__).parents[2] / "torch_compat").rglob("*.py")
-    for path in private_paths(file.read_text())
-)
+def used_paths():
+    files = (Path(__file__).parents[2] / "torch_compat").rglob("*.py")
+    return {path for file in files for path in private_paths(file.read_text())}
+
+
 OF_CUDA_BUILDS = {
     "torch._C._aoti.AOTIModelContainerRunnerCuda",
     "torch._C._cuda_clearCublasWorkspaces",
@@ -154,7 +154,7 @@ OF_CUDA_BUILDS = {
 
 def test_this_torch_has_each_private_name_that_is_used():
     absent = set() if torch.version.cuda else OF_CUDA_BUILDS
-    missing = [path for path in sorted({*USED} - absent) if not exists(path)]
+    missing = [path for path in sorted(used_paths() - absent) if not exists(path)]
     assert missing == [], f"torch {torch.__version__} does not have them"
 
 

@@ -1,7 +1,7 @@
-"""Forks ranks that run scenes, one after another: `rank_launcher.py FOLDER SCENE-SIZE-RANK ...`.
+"""Forks ranks that play scenes: one for each line of standard input, `FOLDER SCENE-SIZE-RANK`.
 
-RANK is the one that differs, or SIZE if none does. Each rank writes what came of it into
-FOLDER/SCENE-SIZE-RANK; one that hangs is killed and writes nothing.
+RANK is the one that differs, or SIZE if none does. Each rank writes what came of it into FOLDER;
+one that hangs is killed and writes nothing. The name is printed when all have ended.
 """
 
 import gc
@@ -384,7 +384,6 @@ def play(folder, rank, size, scene, odd, listening):
 
 
 def play_all(folder, size, scene, odd):
-    folder.mkdir()
     children = []
     with socket() as listening:
         listening.bind(("localhost", 0))
@@ -414,11 +413,12 @@ def import_what_ranks_import():
 
 
 def main():
-    folder = Path(sys.argv[1])
     import_what_ranks_import()
-    for name in sys.argv[2:]:
+    for line in sys.stdin:
+        folder, name = line.split()
         scene, size, odd = name.split("-")
-        play_all(folder / name, int(size), scene, int(odd))
+        play_all(Path(folder), int(size), scene, int(odd))
+        print(name, flush=True)
 
 
 if __name__ == "__main__":
