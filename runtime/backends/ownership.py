@@ -225,9 +225,10 @@ class TensorTracker(LightDispatchMode):
         return True
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        used = memory_of((args, kwargs))
-        self.refuse(func, args, kwargs, used)
-        self.ownership.find(used, self.bakes, user_line)
+        with torch.DisableTorchFunction():  # modes for functions are for the model alone
+            used = memory_of((args, kwargs))
+            self.refuse(func, args, kwargs, used)
+            self.ownership.find(used, self.bakes, user_line)
         try:
             with self.during((func, used)):
                 result = self.run(func, args, kwargs)
@@ -235,7 +236,8 @@ class TensorTracker(LightDispatchMode):
             if not hasattr(error, "__notes__"):  # the innermost operator
                 error.add_note(f"in {func} (at {user_line()})")
             raise
-        fresh = self.fresh(result, used)
+        with torch.DisableTorchFunction():
+            fresh = self.fresh(result, used)
         if self.computed is None and _computes(func, fresh):
             self.computed = str(func)
         return result
@@ -269,7 +271,8 @@ class TensorTracker(LightDispatchMode):
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; operators called in the body of a custom op are seen too."""
         if func.namespace == "aten" and not is_composite(func):
-            return func(*args, **kwargs)
+            with torch.DisableTorchFunction():
+                return func(*args, **kwargs)
         with self:
             return self.kernel(func, args, kwargs)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
@@ -61,6 +62,30 @@ def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig):
     for _ in range(2):
         recording.replay()
         assert_close(recording.outputs, weight[index] + 6)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_bookkeeping_is_no_read_of_the_model(library):
+    """What a mode for functions notes is compared in each step, and each one costs time."""
+    library.define("counted(Tensor x) -> Tensor")
+    library.impl("counted", lambda x: (x @ x).softmax(0) + 1, "CPU")
+    backend, seen = ReplayBackend(), Seen()
+    ownership = Ownership()
+    ownership.reads = lambda: seen
+    opened = backend.begin(backend.new_pool(), ownership)
+    torch.ops.piecegraph_tape_test.counted(torch.rand(3, 3))
+    opened.end()
+    assert {"matmul", "softmax"} <= set(seen.names)
+    assert "untyped_storage" not in seen.names
 
 
 def test_a_piece_may_return_its_own_memory(make_replay_rig):

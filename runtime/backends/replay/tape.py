@@ -64,11 +64,12 @@ class Tape(TensorTracker):
 
         One that returns nothing is an assertion, if it is not written in Python.
         """
-        used = memory_of((args, kwargs))
-        self.refuse(func, args, kwargs, used)
-        self.ownership.find(used, self.bakes, user_line)
-        written = memory_of(list(written_by(func, args, kwargs)))
-        self._save(written, _rows_written(func, args))
+        with torch.DisableTorchFunction():  # modes for functions are for the model alone
+            used = memory_of((args, kwargs))
+            self.refuse(func, args, kwargs, used)
+            self.ownership.find(used, self.bakes, user_line)
+            written = memory_of(list(written_by(func, args, kwargs)))
+            self._save(written, _rows_written(func, args))
         recorded = len(self.operations)
         result = self.run(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags:
@@ -77,11 +78,12 @@ class Tape(TensorTracker):
             if is_composite(func) or is_in_python(func):
                 return result
             del self.operations[recorded:]  # a kernel in C++ does more than call operators
-        fresh = self.fresh(result, used)
         acts = written or returns_nothing(func)
-        if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
-            call = partial(awaited, func) if func.namespace == COLLECTIVES else func
-            self._record(call, args, kwargs, result, fresh)
+        with torch.DisableTorchFunction():
+            fresh = self.fresh(result, used)
+            if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
+                call = partial(awaited, func) if func.namespace == COLLECTIVES else func
+                self._record(call, args, kwargs, result, fresh)
         return result
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

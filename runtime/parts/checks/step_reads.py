@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, TypedStorage, UntypedStorage
 from torch.overrides import TorchFunctionMode
 
+from ....compile.ir.ops import tensors_in
 from ....errors import ReadNotKept, StaleContext
 from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
@@ -343,8 +344,7 @@ class TensorReads(TorchFunctionMode):
         if func is Tensor.data_ptr:
             self._addressed.add(args[0].untyped_storage().data_ptr())
         else:
-            given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
-            made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
+            given, made = tensors_in((args, kwargs)), tensors_in(result)
             if given and given[0] is args[0]:
                 self._note(func, result, bool(made), args, kwargs or {})
             self._observer.derived(made, given)
