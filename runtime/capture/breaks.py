@@ -26,6 +26,7 @@ from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
 from ...torch_compat.compiling.partition import partitions_through
 from ...torch_compat.compiling.regions import regions_through
 from .recorder import ACTIVE
+from .session import ONE_AT_A_TIME
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,7 +150,7 @@ def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callabl
         calls[op] = calls[op.overloadpacket] = break_at
 
     def breaking(*inputs: Any) -> Any:
-        with ops_through(calls), through(partial(opaque_piece, text=text)):
+        with ONE_AT_A_TIME, ops_through(calls), through(partial(opaque_piece, text=text)):
             return forward(*inputs)
 
     return breaking

@@ -19,8 +19,9 @@ from ..backends.ownership import EachOp, Ownership
 from ..backends.protocol import Capture, GraphBackend
 from ..core.exchange import CaptureAgreement
 
-# A lock, not state: gc is paused process-wide, and torch allows one capture per process at a time.
-_ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()
+"""A lock, not state: garbage collection is paused, and what calls operators and codes is replaced,
+in the whole process, and torch allows one capture in it at a time."""
 
 
 class _Meetings(EachOp):
@@ -96,7 +97,7 @@ def capture_session(
     between steps skip that. Garbage collection is paused inside: it could free device memory in
     the middle of a capture. Sessions of several threads run one after the other.
     """
-    with _ONE_AT_A_TIME, events.span("capture.session", backend=backend.name):
+    with ONE_AT_A_TIME, events.span("capture.session", backend=backend.name):
         if prepare:
             gc.collect()
             try:

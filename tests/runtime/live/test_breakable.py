@@ -1,5 +1,6 @@
 """Breakable capture: graphs of a forward that is not traced, with the same dispatcher."""
 
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +19,10 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import AllCapturesFailed, MovedTensor, ResultFormUnknown
+from piecegraph.runtime.capture.breaks import recordable
 from piecegraph.runtime.capture.recording import SegmentKind
 from piecegraph.tools.explain import explain
+from piecegraph.torch_compat.basics.ops import OpOverload
 
 from ..conftest import small_config, strict_backend
 
@@ -190,6 +193,39 @@ def test_splitting_ops_break_without_a_decorator_and_full_contains_them(temporar
         assert decision.mode.name == mode_name
         assert torch.equal(prepared.run(decision, x), ((x + model.shift) * 3).flatten() + 1)
     assert prepared.report()["captures"]
+
+
+def test_two_threads_that_run_it_with_breaks_leave_calls_of_operators_as_they_were(temporary_op):
+    """Each replaces what calls an operator; the second would put back what the first had put."""
+    first_runs, second_runs, first_ended = Event(), Event(), Event()
+
+    def kernel(x):
+        if not first_runs.is_set():
+            first_runs.set()
+            second_runs.wait(0.3)
+        else:
+            second_runs.set()
+            first_ended.wait(10)
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            torch.ops.breakable_tests.wait(x)
+            return x + 1
+
+    op = temporary_op("breakable_tests::wait", "(Tensor x) -> ()", kernel)
+    compiled = prepared_for(Waits(), GraphMode.NONE, splitting_ops=(op,)).compiled
+    before = OpOverload.__call__
+    first, second = (
+        Thread(target=recordable(compiled, (op,)), args=(torch.ones(4, 4),)) for _ in range(2)
+    )
+    first.start()
+    assert first_runs.wait(10)
+    second.start()
+    first.join()
+    first_ended.set()
+    second.join()
+    assert second_runs.is_set()
+    assert OpOverload.__call__ is before
 
 
 def test_a_piecewise_graph_that_never_breaks_is_refused():
