@@ -4,6 +4,9 @@ Imports torch, its compilers and the package once, and forks for each line of st
 program, a file for its output, its environment. Answers each with the exit status.
 """
 
+from piecegraph.tests.quick_imports import imported
+
+# isort: split
 import json
 import os
 import runpy
@@ -64,6 +67,7 @@ if __name__ == "__main__":
     import_dynamo()
     import_inductor()
     _ = piecegraph.prepare  # imported on first use
+    imported()
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

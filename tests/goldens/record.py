@@ -6,7 +6,9 @@ With `--some` only some scenes of ranks are played.
 
 from __future__ import annotations
 
-import gc
+from piecegraph.tests.quick_imports import imported
+
+# isort: split
 import hashlib
 import json
 import sys
@@ -59,15 +61,9 @@ def of_conditions() -> dict[str, str]:
 
 
 def of_runs() -> dict[str, str]:
-    """Report and metrics of runs, and what ranks exchange. Ranks are forked, so they come first.
-
-    Each capture collects garbage, which is short if what torch has loaded is frozen.
-    """
+    """Report and metrics of runs, and what ranks exchange. Ranks are forked, so they come first."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIECEGRAPH_OFF", "")
         use_text_compiler(patch)
@@ -113,6 +109,8 @@ def _narrow(value: Any, before: str = "", after: str = "", indent: int = 0) -> l
 
 
 def main() -> None:
+    import_module("torch._dynamo")
+    imported(freeze=True)
     names = [name for name in sys.argv[1:] if not name.startswith("--")] or [*GOLDENS]
     if "--rows" in sys.argv:
         for name, plan, captured in decisions.plans():

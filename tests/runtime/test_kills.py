@@ -8,6 +8,7 @@ from tests.processes import PYTHON, output_of
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 PROGRAM = """
+from piecegraph.tests.quick_imports import imported
 import os, random, signal, sys, tempfile, time
 from collections import Counter
 from pathlib import Path
@@ -98,6 +99,7 @@ def killed_at_random(work, directory):
 starts = [cold(prepare), cold(compile_ahead)]
 works = [*starts, prune, export, import_]
 start(root / "given", 8, prepare).close()
+imported()
 export_image(
     [manifest for manifest, _ in manifests(root / "given")],
     DirectoryLayer(root / "given"),

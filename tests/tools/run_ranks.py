@@ -4,7 +4,9 @@ COMMANDS is a list of scenes in JSON; a scene has a command for each rank. Rank 
 what it prints into FOLDER/s-r. In scene WRONG the eager results of rank 1 are wrong.
 """
 
-import gc
+from piecegraph.tests.quick_imports import imported
+
+# isort: split
 import json
 import os
 import sys
@@ -52,8 +54,7 @@ def run_scene(number, commands, folder, wrong):
 
 if __name__ == "__main__":
     import_dynamo()
-    gc.collect()
-    gc.freeze()  # forks collect garbage at each capture
+    imported(freeze=True)
     scenes, place, chosen = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     found = [run_scene(n, scene, place, n == chosen) for n, scene in enumerate(scenes)]
     print(json.dumps(found))

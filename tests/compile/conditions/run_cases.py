@@ -8,6 +8,9 @@ condition refuses a bundle, but it is verified then; the result is that of the f
 verification.
 """
 
+from piecegraph.tests.quick_imports import imported
+
+# isort: split
 import importlib
 import json
 import os
@@ -57,8 +60,8 @@ def verified(model, root, when):
 
 def run(name, bundle, folder, root):
     """One start of a case, compared with eager."""
-    for imported in ("helper", f"case_{name}"):
-        sys.modules.pop(imported, None)
+    for module in ("helper", f"case_{name}"):
+        sys.modules.pop(module, None)
     sys.path.insert(0, str(folder / name))
     try:
         importlib.invalidate_caches()
@@ -93,6 +96,7 @@ def run(name, bundle, folder, root):
 
 
 def main():
+    imported()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     registry.entry_points = lambda group: [EntryPoint()]

@@ -4,7 +4,9 @@ RANK is the one that differs, or SIZE if none does. Each rank writes what came o
 one that hangs is killed and writes nothing. The name is printed when all have ended.
 """
 
-import gc
+from piecegraph.tests.quick_imports import imported
+
+# isort: split
 import json
 import os
 import signal
@@ -408,8 +410,7 @@ def import_what_ranks_import():
         max_num_tokens=8, max_num_reqs=8, capture_sizes=(2,), attention={"support": 3},
     )  # fmt: skip
     prepare(torch.nn.Identity(), config, backend=ReplayBackend()).capture()
-    gc.collect()
-    gc.freeze()  # each capture collects garbage
+    imported(freeze=True)
 
 
 def main():
