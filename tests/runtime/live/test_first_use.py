@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, ForwardContext, forward_context, prepare
 from piecegraph.errors import SetUpOnFirstUse
-from piecegraph.runtime.capture.first_use import UNDONE
+from piecegraph.runtime.capture.first_use import SMALL, UNDONE
+from piecegraph.runtime.capture.op_log import OpLog
 from piecegraph.runtime.forward_context import get_forward_context
 from piecegraph.runtime.tensors_by_path import tensors_by_path
+from piecegraph.torch_compat.basics.tensors import writes_counted
 
 from ..conftest import small_config, strict_backend
 
@@ -343,3 +346,32 @@ def test_a_model_whose_configuration_raises_is_captured():
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture()
     assert prepared.recordings()
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_capture_runs_twice_and_the_first_of_a_kind_five_times(model, mode):
+    """The first run; the same again; that before the capture; the one that notes reads, which must
+    run the same operators; the capture."""
+    runs = []
+
+    def count(layer, x, scale):
+        runs.append(len(x))
+        scale.copy_(x.abs().max() + 2)
+
+    prepared_for(model, {"layer": Layer(None, count)}, mode).capture()
+    assert runs == [4] * 5 + [2] * 2
+
+
+def test_a_run_whose_operators_are_logged_cannot_tell_what_it_writes():
+    """Torch counts no in-place writes beneath a dispatch mode: a KV cache that each run writes
+    would be one that only the first run fills. So the second run is not that before the capture."""
+    table, counts = torch.zeros(SMALL), []
+    layers = {"layer": SimpleNamespace(ready=False, scale=table)}
+    with torch.no_grad(), forward_context(ForwardContext(layers)):
+        for context in (nullcontext(), OpLog(lambda op: None)):
+            layers["layer"].ready = False
+            with context:
+                torch.ops.first_tests.scale(torch.ones(1), torch.ones(1))
+            counts.append(writes_counted(table))
+    assert counts[0] > 0
+    assert counts[1] == counts[0]
