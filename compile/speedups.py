@@ -52,3 +52,12 @@ def generating_code() -> Iterator[Callable[[], None]]:
 
     with short_cache_keys(), later_kernels() as wait_for_kernels:
         yield wait_for_kernels
+
+
+def called_directly(call: Callable[[list[Any]], Any], artifact: Any) -> Callable[[list[Any]], Any]:
+    """`call`, the function of an artifact of Inductor, with less around its graph."""
+    if not are_on():
+        return call
+    from ..torch_compat.faster.direct_calls import direct
+
+    return direct(call, artifact)

@@ -51,15 +51,19 @@ class Preference:
         )
 
 
+MOST_ABOVE = 256
+"""Most decisions that a table keeps above the largest size."""
+
+
 class DecisionTable:
-    """The decisions of one batch class by number of tokens, 0 to the largest size."""
+    """The decisions of one batch class by number of tokens, made when one first occurs."""
 
     def __init__(self, preference: Preference, kind: BatchClass, captured: Sequence[bool]) -> None:
         plan = preference.plan
         self.preference = preference
         self.kind = kind
         self.captured = captured
-        self.decisions: list[Decision | None] = [None] * (plan.largest + 1)
+        self.decisions: dict[int, Decision] = {}
         self._class_obstacles = {
             graph_index: class_obstacle(plan, plan.entries[graph_index], kind)
             for graph_index in preference.order
@@ -110,8 +114,10 @@ class DecisionTable:
 
         In a class of one query length the number of tokens determines the number of requests.
         """
-        decision = self.decisions[num_tokens]
+        decision = self.decisions.get(num_tokens)
         if decision is None:
+            if len(self.decisions) > self.preference.plan.largest + MOST_ABOVE:
+                self.decisions.clear()  # others hold this dict
             num_reqs = 0 if self.kind.query_len is None else most_reqs(self.kind, num_tokens)
             decision = self.decisions[num_tokens] = self.decide(num_tokens, num_reqs)
         return decision

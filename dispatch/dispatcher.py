@@ -13,8 +13,7 @@ from .decision_table import DecisionTable, Preference, graph_decision, none_deci
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
 
-_CACHE_SIZE = 256
-"""Largest number of cached tables, and of cached decisions above the largest size."""
+_MOST_TABLES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +33,11 @@ class _Tables:
         self.preference = preference
         self.captured = captured
         self.by_class: dict[BatchClass, DecisionTable] = {}
-        self.above: dict[tuple[BatchClass, int], Decision] = {}
 
     def table(self, kind: BatchClass) -> DecisionTable:
         table = self.by_class.get(kind)
         if table is None:
-            if len(self.by_class) >= _CACHE_SIZE:
+            if len(self.by_class) >= _MOST_TABLES:
                 self.by_class = {}
             table = self.by_class[kind] = DecisionTable(self.preference, kind, self.captured)
         return table
@@ -47,26 +45,13 @@ class _Tables:
     def decide(self, batch: Batch, kind: BatchClass) -> Decision:
         if fault := contradiction(batch):
             raise BatchInvalid(batch=batch, fault=fault)
-        num_tokens = batch.num_tokens
         table = self.table(kind)
-        if num_tokens < len(table.decisions):
-            decision = table.at(num_tokens)
-            if batch.num_reqs > decision.max_reqs:
-                decision = table.decide(num_tokens, batch.num_reqs)
-        else:
-            decision = self._above(kind, num_tokens)
+        decision = table.at(batch.num_tokens)
+        if batch.num_reqs > decision.max_reqs:
+            decision = table.decide(batch.num_tokens, batch.num_reqs)
         if not kind.modes >> decision.mode & 1:
             allowed = [mode.name for mode in RuntimeMode if kind.modes >> mode & 1]
             raise NoModeLeft(batch=batch, allowed=allowed, reason=decision.reason.value)
-        return decision
-
-    def _above(self, kind: BatchClass, num_tokens: int) -> Decision:
-        """The decision for more tokens than the largest size has."""
-        decision = self.above.get((kind, num_tokens))
-        if decision is None:
-            if len(self.above) >= _CACHE_SIZE:
-                self.above = {}
-            decision = self.above[kind, num_tokens] = self.table(kind).decide(num_tokens)
         return decision
 
 
@@ -91,11 +76,10 @@ class Dispatcher:
         self._drop_fast_path()
 
     def _drop_fast_path(self) -> None:
-        # mixed and uniform batches below `_end` tokens find their decisions here directly
-        self._end = 0
+        # mixed and uniform batches find the decisions that were made before here directly
         self._fast_path_of: dict[BatchClass, DecisionTable] | None = None
-        self._mixed: list[Decision | None] = []
-        self._uniform: dict[int | None, list[Decision | None]] = {}
+        self._mixed: dict[int, Decision] = {}
+        self._uniform: dict[int | None, dict[int, Decision]] = {}
 
     def dispatch(
         self,
@@ -122,20 +106,19 @@ class Dispatcher:
     def _fast_path(self, batch: Batch) -> Decision | None:
         """The decision for a batch without special facts; None for contradictory facts, too."""
         num_tokens, query_len = batch.num_tokens, batch.query_len
-        if not 0 <= num_tokens < self._end or batch.num_loras or batch.cascade or batch.axes:
+        if batch.num_loras or batch.cascade or batch.axes:
             return None
         if batch.is_decode is True:
             longest = batch.max_query_len
             if query_len is None or (longest is not None and longest < query_len):
                 return None
             decisions = self._uniform.get(query_len)
-            decision = decisions[num_tokens] if decisions else None
+            decision = decisions.get(num_tokens) if decisions else None
             fits = decision is not None and batch.num_reqs == decision.max_reqs
         else:
             if query_len is not None or batch.max_query_len is not None:
                 return None
-            decisions = self._mixed if batch.is_decode is False else None
-            decision = decisions[num_tokens] if decisions else None
+            decision = self._mixed.get(num_tokens) if batch.is_decode is False else None
             fits = decision is not None and 0 < batch.num_reqs <= decision.max_reqs
         return decision if fits else None
 
@@ -211,4 +194,3 @@ class Dispatcher:
             for query_len in self._query_lens:
                 kind = classify(self.plan, Batch(0, 0, is_decode=True, query_len=query_len))
                 self._uniform[query_len] = self._live.table(kind).decisions
-            self._end = self.plan.largest + 1

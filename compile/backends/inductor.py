@@ -45,7 +45,7 @@ from ...torch_compat.compiling.toolchain import (
     without_compiler,
 )
 from ..ir.compilation import COMPILER, KERNEL, PROBE, Blobs, Building, Built, PieceFn
-from ..speedups import generating_code
+from ..speedups import called_directly, generating_code
 
 CODE = "code"
 """The blob with Inductor's standalone artifact."""
@@ -78,14 +78,18 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
         wait_for_kernels()
         code = inductor_serialize(artifact)
         if code is None:
-            return inductor_callable(artifact), {}
+            return _callable(artifact), {}
         blobs = {CODE: code} | {_blob_name(file): file.read_bytes() for file in libraries}
         if libraries:
             blobs |= {f"{PROBE}{name}": answer for name, answer in probes(toolchain).items()}
             blobs[COMPILER] = compiler_version()
-        return inductor_callable(artifact), blobs
+        return _callable(artifact), blobs
 
     return finish
+
+
+def _callable(artifact: Any) -> PieceFn:
+    return called_directly(inductor_callable(artifact), artifact)
 
 
 def _described(graph: GraphModule) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
     def finish() -> Built:
         wait_for_kernels()
-        return inductor_callable(artifact), {}
+        return _callable(artifact), {}
 
     return finish
 
@@ -148,7 +152,7 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
             _write_kernels(blobs, Path(folder), toolchain)
         options, names = inductor_options(toolchain), named_libraries()
         with options, names, without_compiler(folder, version):
-            return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+            return [_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
 def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> PieceFn:

@@ -365,7 +365,7 @@ def test_digests_agree_just_where_decisions_do():
 
 def test_a_repeated_batch_is_answered_without_classifying_it(monkeypatch):
     it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8])
-    batches = [Batch(3, 3, is_decode=True, query_len=1), Batch(5, 2)]
+    batches = [Batch(3, 3, is_decode=True, query_len=1), Batch(5, 2), Batch(900, 2)]
     before = [it.dispatch(batch) for batch in batches]
     monkeypatch.setattr("piecegraph.dispatch.dispatcher.classify", None)
     assert [it.dispatch(batch) for batch in batches] == before
@@ -375,9 +375,10 @@ def test_the_tables_of_rare_batches_are_bounded():
     it = dispatcher("PIECEWISE", [8], lora_cases=(10_000,))
     for active in range(3000):
         assert it.dispatch(Batch(8, 8, num_loras=active)).graph_index == 0
-        assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
     assert len(it._live.by_class) <= 256
-    assert len(it._live.above) <= 256
+    for num_tokens in range(9, 3000):
+        assert it.dispatch(Batch(num_tokens, 8)).descriptor.num_tokens == num_tokens
+    assert max(len(table.decisions) for table in it._live.by_class.values()) <= 8 + 1 + 256
 
 
 @pytest.mark.parametrize(
