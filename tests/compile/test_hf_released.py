@@ -113,6 +113,36 @@ def test_longrope_has_the_factors_of_what_is_served():
     torch.testing.assert_close(short(input_ids=ids)[0], own(input_ids=ids)[0])
 
 
+def captured_results(model, requests):
+    """As `results`, of a step in a PIECEWISE graph."""
+    settings = {**model.settings, "max_num_tokens": 64, "max_num_reqs": 4, "compiler": "eager"}
+    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(64,))
+    prepared = prepare(model, config, layers=model.layers, backend=ReplayBackend())
+    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    lengths = tuple(len(ids) for ids in requests)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    decision = prepared.dispatch(Batch(sum(lengths), len(lengths)))
+    assert decision.mode.name == "PIECEWISE"
+    metadata = PackedRequests(lengths)
+    return prepared.run(decision, torch.cat(requests), positions, metadata=metadata).split(lengths)
+
+
+@pytest.mark.parametrize("rope_type", ["default", "longrope"])
+def test_frequencies_that_a_forward_makes_in_each_call_are_made_once(rope_type):
+    """Phi-3.5-MoE: on the host, which no graph can hold, and scaled by a value of a tensor."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+        rope |= {"short_mscale": 1.25, "long_mscale": 1.5, "original_max_position_embeddings": 32}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.PhimoeConfig(
+        **SIZES, **experts, max_position_embeddings=64, rope_parameters=rope
+    )
+    own = drawn(transformers.PhimoeModel(config))
+    assert_equal_alone(own, (3, 20, 32), captured_results, max_model_len=32)
+    assert_equal_alone(own, (40,), captured_results)
+
+
 GEMMA4 = {
     **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
     "vocab_size_per_layer_input": 64, "sliding_window": 8,
