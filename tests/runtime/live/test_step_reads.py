@@ -446,6 +446,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Any, Any]] = {
     "in a deque": (lambda m: m[0], deque([1, 2]), deque([3, 2])),
     "through vars": (lambda m: vars(m)["a"], SPACE(a=1), SPACE(a=2)),
     "in a copy": (lambda m: copy.copy(m).scale, Inner(1.0), Inner(2.0)),
+    "in a copy of slots": (lambda m: copy.copy(m).a, Slots(1, 2), Slots(2, 2)),
     "deep": (lambda m: m.a.a.a.a.a.a, *(Slots(*[Slots(*[Slots(*[Slots(
         *[Slots(Slots(n, 0), 0)], 0)], 0)], 0)], 0) for n in (1, 2))),
     "a function": (lambda m: m.fn, SPACE(fn=max), SPACE(fn=min)),
