@@ -168,11 +168,12 @@ class Observer(Sees):
     def _path_of(self, obj: Any, name: Any) -> Iterator[str | None]:
         """The path of an object of which `name` is read, None if that is not to be noted. What is
         read inside the block, to note it, is not."""
-        own = get_ident() != self._thread or (id(obj), name) in self._written
+        if get_ident() != self._thread or (id(obj), name) in self._written:
+            yield None  # what other threads read hides nothing of this one
+            return
         with self._unobserved():
-            if not own:
-                self._noting.rarely = id(obj) in self._of_modules
-            yield None if own else self._paths.get(id(obj))
+            self._noting.rarely = id(obj) in self._of_modules
+            yield self._paths.get(id(obj))
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
         kind = type(obj)

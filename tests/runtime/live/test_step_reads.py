@@ -8,6 +8,7 @@ import math
 import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -1042,6 +1043,20 @@ def test_what_an_op_writes_and_then_reads_is_not_the_steps():
 
     prepared, metadata = prepared_for(read, "FULL"), Metadata(2.0)
     assert step(prepared, metadata).unique().tolist() == [17.0]
+
+
+def test_reads_of_another_thread_hide_none_of_a_capture():
+    metadata, reads = Inner(2.0), StepReads()
+    context = ForwardContext({}, metadata=metadata)
+    reads.watch(context)
+    reads.open()
+    elsewhere = reads._observer._path_of(context, "metadata")
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(elsewhere.__enter__).result() is None
+        assert context.metadata.scale == 2.0
+        other.submit(elsewhere.__exit__, None, None, None).result()
+    reads.finish()
+    assert "metadata.scale" in reads.facts()
 
 
 def test_two_captures_at_once_observe_one_class():
