@@ -62,6 +62,7 @@ LONG, FILLER, FILLERS = 120, 128, 8
 """Tokens of the longest request where no length of the configuration asks for more, and of each
 request in front of those that are compared far into a row."""
 RUNNABLE = "Serve it in a dtype and on a device on which its own forward runs"
+IN_FLOAT32 = "Serve it in float32, or one request per batch"
 Order = tuple[int, ...]
 ORDERS: tuple[Order, ...] = (
     (0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (3, 1), (2,), (*(-1,) * FILLERS, 1, 3, 4, 2)
@@ -295,13 +296,16 @@ class _Bench:
         routes = route(copy.deepcopy(served), proof.mixers)
         pairs = zip(self.requests, self.alone, strict=True)
         alone = [row_errors(_alone(served, ids), exact) for ids, exact in pairs]
+        if reason := _nothing_bounds(torch.cat(alone)):
+            reason = f"in {self.model.dtype}, it is too sensitive to prove: {reason}"
+            raise refusal(self.model, reason, IN_FLOAT32)
         if (different := self._different(routes, orders, alone)) is not None:
             layer = self._inexact(served, routes, different)
             reason = (
                 f"in {self.model.dtype}, {self._description(different, layer)}; twice the error of"
                 f" the request alone is {different.limit:.1e}"
             )
-            raise refusal(self.model, reason, "Serve it in float32, or one request per batch")
+            raise refusal(self.model, reason, IN_FLOAT32)
         deeper = sum(1 for _ in self.model.modules()) / sum(1 for _ in self.own.modules())
         return float(torch.cat(alone).max()) * math.sqrt(max(deeper, 1.0))
 
@@ -460,6 +464,15 @@ def row_limits(errors: Tensor, alone: Tensor, dtype: torch.dtype) -> Tensor:
     rank = errors.argsort()[: len(errors) - moved]
     limits[rank] = WORST * alone.sort().values[moved:] + torch.finfo(dtype).eps
     return limits
+
+
+def _nothing_bounds(alone: Tensor) -> str | None:
+    """Why limits by these errors would be met by any result: more than half of the rows may be off
+    by all of a row."""
+    vague = int((~(WORST * alone < 1)).sum())
+    if 2 * vague <= len(alone):
+        return None
+    return f"{vague} of {len(alone)} rows of requests alone are off by half of a row, or more"
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
