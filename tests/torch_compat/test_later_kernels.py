@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_code_is_generated_without_waiting_for_its_kernels(tmp_path, monkeypatch, threads):
     from torch._inductor import codecache
     from torch._inductor.async_compile import AsyncCompile
@@ -89,7 +89,7 @@ def test_what_inductor_submits_in_another_form_is_built_as_it_is(commands, monke
     assert len(commands) == 2
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_kernels_of_a_piece_are_built_by_one_call_of_the_compiler(threads, commands, monkeypatch):
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
     assert libraries_of_right_code() == (2, 1)
