@@ -180,7 +180,7 @@ def test_a_capture_of_padding_writes_nothing():
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served(monkeypatch, traced_once):
     """Serves a few requests with small graphs; returns their tokens, the steps and the verdict."""
 
     def serve(replay=None, **options):
