@@ -15,6 +15,7 @@ from piecegraph.cache.names import lock_name
 from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import trust_all
 from piecegraph.events import Events
+from tests.processes import at_once
 
 from .conftest import BLOBS, META
 
@@ -64,11 +65,7 @@ def test_one_of_six_machines_does_the_work_on_s3(bucket, tmp_path, key):
 def one_flight(machines, key):
     """Whether one of machines that start at the same time works, without a wait before."""
     done = []
-    threads = [threading.Thread(target=each.work, args=(key, done)) for each in machines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(lambda each: each.work(key, done), machines)
     return done == [Flight.FIRST]
 
 
@@ -83,23 +80,7 @@ def test_who_comes_when_the_work_is_done_looks_it_up(machines, key):
 
 def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
     first, second, *_ = machines
-    waits = threading.Event()
-    second.events.listeners.append(lambda event: event.name == "cache.wait" and waits.set())
-    flights = []
-
-    def wait():
-        assert not isinstance(second.cache.lookup("bundle", key), Entry), "remembered as missing"
-        with second.flight(key) as flight:
-            flights.append(flight)
-            assert isinstance(second.cache.lookup("bundle", key), Entry)
-
-    with first.flight(key):
-        thread = threading.Thread(target=wait)
-        thread.start()
-        assert waits.wait(300)
-        first.cache.publish("bundle", key, META, BLOBS)
-        thread.join()  # the lease is still held
-    assert flights == [Flight.AFTER_OTHERS]
+    assert wait_for_first(first, second, key, polls=1, held=True) is Flight.AFTER_OTHERS
 
 
 def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(machines, key, monkeypatch):
@@ -200,14 +181,15 @@ class Flaky:
         return self._ask(name, flaky, *limit)
 
 
-def wait_for_first(first, second, key):
-    """How the second ends its wait for the work of the first, which it then finds."""
-    polls = threading.Semaphore(0)
-    second.events.listeners.append(lambda event: event.name == "cache.wait" and polls.release())
+def wait_for_first(first, second, key, *, polls=5, held=False):
+    """How the second ends its wait for the work of the first, which it then finds; with `held` the
+    first still has the lease."""
+    polled = threading.Semaphore(0)
+    second.events.listeners.append(lambda event: event.name == "cache.wait" and polled.release())
     flights = []
 
     def wait():
-        assert not isinstance(second.cache.lookup("bundle", key), Entry)
+        assert not isinstance(second.cache.lookup("bundle", key), Entry), "remembered as missing"
         with second.flight(key) as flight:
             flights.append(flight)
             assert isinstance(second.cache.lookup("bundle", key), Entry)
@@ -215,9 +197,11 @@ def wait_for_first(first, second, key):
     with first.flight(key):
         thread = threading.Thread(target=wait)
         thread.start()
-        for _ in range(5):
-            assert polls.acquire(timeout=60)
+        for _ in range(polls):
+            assert polled.acquire(timeout=60)
         first.cache.publish("bundle", key, META, BLOBS)
+        if held:
+            thread.join()
     thread.join()
     (flight,) = flights
     return flight

@@ -18,6 +18,7 @@ from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import verify
+from tests.processes import at_once
 
 from .children import die, fork, run_all, status
 from .conftest import at_each_step, numbered
@@ -95,17 +96,13 @@ def test_sixteen_processes_compile_once(root, tmp_path):
 def test_threads_compile_once(cache):
     compiled = []
 
-    def prepare():
+    def prepare(_):
         with cache.single_flight("artifact", numbered(1)):
             if not isinstance(cache.lookup("artifact", numbered(1)), Entry):
                 compiled.append(1)
                 cache.publish("artifact", numbered(1), {}, blobs(1, 0))
 
-    threads = [threading.Thread(target=prepare) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(prepare, range(4))
     assert compiled == [1]
 
 

@@ -160,6 +160,14 @@ def test_an_error_of_ours_is_a_fallback(monkeypatch, caplog, error):
         raise raised
 
     monkeypatch.setattr(torch_compile, "compile_trace", fails)
+    model, warning = fallen_back(caplog)
+    assert type(raised).__name__ in warning
+    assert "test_torch_compile.py" in warning
+    assert refusal(model, torch.randn(5, 8), strict=True) is raised
+
+
+def fallen_back(caplog):
+    """A model that is not compiled, once for two sizes, and the warning."""
     model = Model(2)
     fast, events = compiled(model, compiler="eager")
     for size in (3, 5):
@@ -167,9 +175,7 @@ def test_an_error_of_ours_is_a_fallback(monkeypatch, caplog, error):
         torch.testing.assert_close(fast(x)[0], model(x)[0])
     assert events.counters["backend.fallbacks"] == 1
     (warning,) = [each for each in caplog.records if "backend.fallback" in each.message]
-    assert type(raised).__name__ in warning.message
-    assert "test_torch_compile.py" in warning.message
-    assert refusal(model, x, strict=True) is raised
+    return model, warning.message
 
 
 def failing_in_calls(monkeypatch):
@@ -187,16 +193,10 @@ def failing_in_calls(monkeypatch):
 @torch.no_grad()
 def test_an_error_in_a_call_is_a_fallback_too(monkeypatch, caplog):
     failing_in_calls(monkeypatch)
-    model = Model(2)
-    fast, events = compiled(model, compiler="eager")
-    for size in (3, 5):
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(fast(x)[0], model(x)[0])
-    (warning,) = [each for each in caplog.records if "backend.fallback" in each.message]
-    assert "PieceFailed" in warning.message
-    assert "fallbacks=1" in warning.message
-    assert events.counters["backend.fallbacks"] == 1
-    assert isinstance(refusal(model, x, strict=True), PieceFailed)
+    model, warning = fallen_back(caplog)
+    assert "PieceFailed" in warning
+    assert "fallbacks=1" in warning
+    assert isinstance(refusal(model, torch.randn(5, 8), strict=True), PieceFailed)
 
 
 @torch.no_grad()

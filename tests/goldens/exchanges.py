@@ -6,7 +6,6 @@ Both ranks run all scenes, one after another in one process group, and must be a
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import tempfile
 import traceback
@@ -23,11 +22,13 @@ from torch import nn
 from piecegraph import Batch, PreparedModel, Ranks
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime.parts.checks.model_check import ModelCheck
+from tests.processes import two_ranks
 
 from ..compile.models import Stack
 from .runs import (
     BESIDE,
     cached,
+    evicting,
     prepared_model,
     replay_options,
     report_and_metrics,
@@ -50,14 +51,7 @@ def delayed_captures(ranks: Ranks, folder: Path) -> PreparedModel:
 
 
 def lazy_captures_and_evictions(ranks: Ranks, folder: Path) -> PreparedModel:
-    """Of two sizes one graph may be kept."""
-    strategy = {"kind": "lazy", "max_bytes": 3000}
-    prepared = prepared_model(graph_mode="PIECEWISE", strategy=strategy, ranks=ranks)
-    replay_options(prepared, graph_bytes=1000)
-    prepared.capture()
-    for size, steps in ((2, 8), (4, 16)):  # the first graph becomes worth less than the second
-        serve(prepared, (Batch(size, 1),) * steps)
-    return prepared
+    return evicting(folder, ranks=ranks)
 
 
 def memory_limit_probes(ranks: Ranks, folder: Path) -> PreparedModel:
@@ -174,12 +168,7 @@ def of_two_ranks(
 ) -> tuple[str, dict[str, Any]]:
     """The topics of these scenes as text, and what one rank reports after `REPORTED`."""
     with tempfile.TemporaryDirectory() as folder:
-        fork = multiprocessing.get_context("fork").Process
-        ranks = [fork(target=_run, args=(rank, Path(folder), played)) for rank in (0, 1)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+        two_ranks(_run, Path(folder), played)
         outcomes = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
     errors = [f"rank {n}: {each['error']}" for n, each in enumerate(outcomes) if "error" in each]
     assert not errors, "\n".join(errors)  # of both: one may only miss the other

@@ -77,10 +77,10 @@ def cached(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"compiler": "text", "cache": True, "cache_dir": folder, **settings}
 
 
-def evicting(folder: Path) -> PreparedModel:
+def evicting(folder: Path, **settings: Any) -> PreparedModel:
     """After startup there is room for one graph, and two sizes want one."""
     strategy = {"kind": "lazy", "max_bytes": 3000}
-    prepared = prepared_model(graph_mode="PIECEWISE", strategy=strategy)
+    prepared = prepared_model(graph_mode="PIECEWISE", strategy=strategy, **settings)
     replay_options(prepared, graph_bytes=1000)
     prepared.capture()
     for size, steps in ((2, 8), (4, 16)):  # the first graph becomes worth less than the second

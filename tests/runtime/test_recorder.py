@@ -1,6 +1,5 @@
 """What a recording consists of, and that replaying it equals running the function."""
 
-import threading
 from functools import partial
 
 import pytest
@@ -22,6 +21,7 @@ from piecegraph.runtime.forward_context import (
     forward_context,
     get_forward_context,
 )
+from tests.processes import at_once
 
 from .conftest import found_by
 
@@ -375,30 +375,21 @@ def test_a_released_recording_refuses_to_replay(rig):
 
 
 def test_two_threads_record_and_replay_independently(rig):
-    wrong = []
 
     def work(factor):
-        try:
-            with torch.no_grad():
-                x = rig.rand(3, 4)
-                pool = rig.backend.new_pool()
-                for _ in range(5):
-                    with capture_session(rig.backend, pool, rig.events) as session:
-                        recording = record(
-                            lambda y: layers(y) * factor, (x,), session, name="t", breaks=True
-                        )
-                    x.copy_(rig.rand(3, 4))
-                    recording.replay()
-                    assert_close(recording.outputs, layers_by_hand(x) * factor)
-        except BaseException as error:
-            wrong.append(error)
+        with torch.no_grad():
+            x = rig.rand(3, 4)
+            pool = rig.backend.new_pool()
+            for _ in range(5):
+                with capture_session(rig.backend, pool, rig.events) as session:
+                    recording = record(
+                        lambda y: layers(y) * factor, (x,), session, name="t", breaks=True
+                    )
+                x.copy_(rig.rand(3, 4))
+                recording.replay()
+                assert_close(recording.outputs, layers_by_hand(x) * factor)
 
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in (2.0, 3.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(work, (2.0, 3.0))
 
 
 def test_facts_of_a_recording_are_reported(rig):

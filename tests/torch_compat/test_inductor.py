@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch
 from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat.basics import patch, tensors
 from piecegraph.torch_compat.compiling import inductor
+from tests.processes import at_once
 
 TOOLCHAIN = toolchain_directory("")
 
@@ -55,11 +55,7 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path):
                 seen.append(os.environ.get(NAMES[0]) == before)
 
     before = os.environ.get(NAMES[0])
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(use, range(4))
     assert len(seen) == 160
     assert all(seen)
     assert os.environ.get(NAMES[0]) == before

@@ -4,7 +4,6 @@ Results are compared bit for bit before, at and after the switch, on a strict ba
 """
 
 import json
-import multiprocessing
 import random
 import sys
 import threading
@@ -28,6 +27,7 @@ from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.core.records import BackgroundFailure, Switched
 from piecegraph.runtime.parts.starts import part as starts
+from tests.processes import two_ranks
 
 from .conftest import HIDDEN, LENGTHS, Model, Texts
 
@@ -371,13 +371,7 @@ def serve_on_a_rank(rank, folder, serve, lost):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 @pytest.mark.parametrize("lost", [False, True])
 def test_ranks_switch_at_the_same_step_or_not_at_all(serve_cold, tmp_path, lost):
-    fork = multiprocessing.get_context("fork").Process
-    ranks = [fork(target=serve_on_a_rank, args=(i, tmp_path, serve_cold, lost)) for i in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    two_ranks(serve_on_a_rank, tmp_path, serve_cold, lost)
     one, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
     if lost:
         assert {report["background"]["state"] for report in (one, other)} == {"failed"}

@@ -30,6 +30,7 @@ from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.static_inputs import unread_buffers
 from piecegraph.runtime.parts.strategies.wanted import RETRY_STEPS
 from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
+from tests.processes import at_once
 
 FAULT = ValueError("no such block")
 
@@ -274,25 +275,16 @@ def test_closing_twice_is_fine_and_steps_are_refused(serve):
 
 def test_two_models_in_two_threads_are_independent(serve):
     both = [serve(strategy=strategy) for strategy in ("eager", "lazy")]
-    errors = []
     start = threading.Barrier(2)
 
     def run(served):
-        try:
-            start.wait()
-            served.prepared.capture()
-            for _ in range(15):
-                for lengths in ((1, 1), (3,), (5, 3), (12,), (1,) * 7):
-                    served.step(*lengths)
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        served.prepared.capture()
+        for _ in range(15):
+            for lengths in ((1, 1), (3,), (5, 3), (12,), (1,) * 7):
+                served.step(*lengths)
 
-    threads = [threading.Thread(target=run, args=(served,)) for served in both]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    at_once(run, both)
     assert all(served.captured() for served in both)
 
 

@@ -5,7 +5,6 @@ Conditions are switched off here, so that only the verification can refuse a bun
 
 import json
 import logging
-import multiprocessing
 import random
 import sys
 import threading
@@ -27,6 +26,7 @@ from piecegraph.runtime.parts.checks.model_check import ModelCheck
 from piecegraph.runtime.parts.starts import tracing_thread, verification
 from piecegraph.runtime.parts.starts.tracing_thread import STEPS_PER_EXCHANGE
 from piecegraph.torch_compat.faster.equal_layers.match import Match
+from tests.processes import two_ranks
 
 from .conftest import LENGTHS, Model, Scale
 
@@ -250,13 +250,7 @@ def test_ranks_leave_a_bundle_at_the_same_step_and_a_forced_one_raises_once_wait
     prepare_live, blind, tmp_path, bundle
 ):
     prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
-    fork = multiprocessing.get_context("fork").Process
-    ranks = [fork(target=leave_on_a_rank, args=(i, tmp_path, prepare_live, bundle)) for i in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    two_ranks(leave_on_a_rank, tmp_path, prepare_live, bundle)
     one, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in (0, 1))
     assert one[0] == other[0]
     assert one[0] % STEPS_PER_EXCHANGE == 0
