@@ -120,7 +120,7 @@ class PlanInvalid(DispatchError):
 
 class BatchInvalid(DispatchError):
     what = "invalid Batch: {fault} (got {batch})"
-    todo = "Correct the facts that the engine passes for this step."
+    todo = "Correct the facts that the engine passes for this step, or a setting that it names."
 
 
 class NoModeLeft(DispatchError):

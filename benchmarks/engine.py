@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
@@ -147,7 +147,7 @@ class StartedEngine:
     """A process that has started an engine."""
 
     def __init__(
-        self, python: str, engine: str, way: str, model: dict[str, int], caches: Path
+        self, python: str, engine: str, way: str, model: Mapping[str, int | str], caches: Path
     ) -> None:
         folder = caches.parent / "model"
         for each in (caches, folder):

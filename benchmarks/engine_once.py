@@ -1,7 +1,8 @@
 """One start of a real engine in its own process: `python engine_once.py ENGINE WAY MODEL FOLDER`.
 
-ENGINE is `vllm` or `transformers`. WAY is `piecegraph`, `engine` (compiled as the engine does) or
-`eager`. MODEL is JSON. FOLDER is for its files; vLLM's cache has its path in its keys. Writes lines
+ENGINE is `vllm` or `transformers`. WAY is `piecegraph`, `engine` (compiled as the engine does),
+`eager`, or `wrapped`: piecegraph with norms and activations as ops of vLLM's own, as on a GPU.
+MODEL is JSON. FOLDER is for its files; vLLM's cache has its path in its keys. Writes lines
 of JSON: when the engine is ready, the seconds until then and until its first token; for each number
 of requests that it reads, tokens per second; at the end, its peak memory.
 """
@@ -27,9 +28,23 @@ MAX_NUM_TOKENS = 512
 MAX_NUM_REQS = 16
 NEW_TOKENS = 64
 PROMPT = 24
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 
 
-def main(name: str, way: str, model: dict[str, int], folder: Path, results: TextIO) -> None:
+def main(name: str, way: str, model: dict[str, Any], folder: Path, results: TextIO) -> None:
     """Start, generate one token, then serve as many requests as each line asks for."""
 
     def say(**facts: Any) -> None:
@@ -54,8 +69,8 @@ def _prompt(number: int) -> list[int]:
     return [3 + (31 * number + 7 * place) % (VOCABULARY - 3) for place in range(PROMPT)]
 
 
-def _model_config(model: dict[str, int]) -> dict[str, Any]:
-    """A Qwen3 with `layers` layers of width `hidden`."""
+def _model_config(model: dict[str, Any]) -> dict[str, Any]:
+    """A model with `layers` layers of width `hidden`, a Qwen3 if it has no `family`."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": model["hidden"],
@@ -70,6 +85,7 @@ def _model_config(model: dict[str, int]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **FAMILIES[model.get("family", "qwen3")],
     }
 
 
@@ -78,9 +94,11 @@ def _vllm(way: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[Gene
     """Ready when `LLM(…)` returns; the import of vLLM is not in it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     vllm: Any = importlib.import_module("vllm")
-    own = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 1e4}
-    (folder / "config.json").write_text(json.dumps({**config, **own}))
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 1e4}))
     worker = {"worker_cls": "piecegraph.tools.integrations.vllm.Worker"}
+    prepared = way in ("piecegraph", "wrapped")
+    if way == "wrapped":
+        _wrap_operators()
     began = time.perf_counter()
     llm = vllm.LLM(
         model=str(folder),
@@ -93,9 +111,9 @@ def _vllm(way: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[Gene
         kv_cache_memory_bytes=1 << 28,
         enable_prefix_caching=False,
         enforce_eager=way == "eager",
-        **(worker if way == "piecegraph" else {}),
+        **(worker if prepared else {}),
     )
-    if way == "piecegraph" and (refusal := llm.collective_rpc("piecegraph_report")[0]["refusal"]):
+    if prepared and (refusal := llm.collective_rpc("piecegraph_report")[0]["refusal"]):
         raise SystemExit(refusal)
 
     def generate(prompts: Sequence[list[int]], count: int) -> int:
@@ -107,6 +125,19 @@ def _vllm(way: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[Gene
         return sum(len(each.outputs[0].token_ids) for each in outputs)
 
     yield generate, began
+
+
+def _wrap_operators() -> None:
+    """What vLLM decides where it has a GPU; it decides after the worker was made."""
+    wrap = importlib.import_module("vllm.ir").set_default_torch_wrap
+    worker = importlib.import_module("piecegraph.tools.integrations.vllm").Worker
+    load = worker.load_model
+
+    def load_wrapped(self: Any, **options: Any) -> None:
+        wrap(True)
+        load(self, **options)
+
+    worker.load_model = load_wrapped
 
 
 @contextmanager
@@ -123,7 +154,7 @@ def _transformers(
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.Qwen3Config(**config), attn_implementation="sdpa"
+        transformers.AutoConfig.for_model(**config), attn_implementation="sdpa"
     ).eval()
     batching = transformers.ContinuousBatchingConfig(
         max_batch_tokens=MAX_NUM_TOKENS,

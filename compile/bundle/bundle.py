@@ -106,6 +106,11 @@ def find_bundle(
     return result
 
 
+def broken_condition(conditions: object, model: torch.nn.Module) -> str:
+    """The first condition of a bundle in use that no longer holds; or nothing."""
+    return next(map(str, broken_conditions(conditions, model)), "")
+
+
 def stored_digests(cache: Cache, key: Key) -> set[str]:
     """Digests of the candidates under `key`, whether or not their conditions hold."""
     digests: set[str] = set()

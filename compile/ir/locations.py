@@ -17,7 +17,7 @@ from types import FrameType
 
 from torch.fx import GraphModule, Node
 
-from ...torch_compat.basics.frames import is_torch_file
+from ...torch_compat.basics.frames import is_torch_file, is_user_file
 
 _ROOT = Path(__file__).parents[2]
 _PARTS = ("compile", "runtime", "torch_compat", "tools/bisect")
@@ -86,7 +86,7 @@ def op_line(text: str, op: re.Pattern[str]) -> str | None:
 
 
 def user_line() -> str | None:
-    """file:line of the innermost frame outside of torch and this package; None in the generated
+    """file:line of the innermost frame outside of torch, Python and this package; None in generated
     code of a piece, whose callers did not cause what it does."""
     return _innermost(traceback.walk_stack(sys._getframe()))
 
@@ -111,4 +111,4 @@ def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
 
 @cache
 def _is_of_user(file: str) -> bool:
-    return not file.startswith(_OURS) and not is_torch_file(file) and os.path.isfile(file)
+    return not file.startswith(_OURS) and is_user_file(file) and os.path.isfile(file)

@@ -156,7 +156,8 @@ class StepRunner:
                 before_step(batch)
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         if batch.num_reqs > self._max_num_reqs:
-            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
+            fault = f"the setting max_num_reqs is {self._max_num_reqs}"
+            raise BatchInvalid(batch=batch, fault=fault)
         if self.decided:
             for decided in self.decided:
                 if decided(batch, decision, allowed_modes, excluded_modes):

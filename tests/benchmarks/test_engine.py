@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from piecegraph.benchmarks import engine
+from piecegraph.benchmarks import engine, wrapped
 from piecegraph.benchmarks.__main__ import main
 from piecegraph.errors import InvalidSetting
 
@@ -76,6 +76,17 @@ def test_an_engine_is_compared_with_itself(fake, tmp_path, capsys):
     assert asked[:6] == [
         "eager 1", "engine 1", "piecegraph 1", "piecegraph 1", "engine 1", "eager 1",
     ]  # fmt: skip
+
+
+def test_wrapped_ops_are_compared_with_none_in_turn(fake, monkeypatch):
+    python = fake(ANSWERS)
+    monkeypatch.setattr(wrapped, "python_with", lambda name: str(python))
+    rows = [*wrapped.rows({"layers": 1, "hidden": 64, "family": "llama"}, runs=5)]
+    assert [row["requests"] for row in rows] == [1, 8, 16]
+    for row in rows:  # rates of 160 to 200 without, 150 with them
+        assert (row["median"], row["quartiles"]) == (1.2, (1.133, 1.267))
+    asked = python.with_name("python.asked").read_text().splitlines()
+    assert asked[:4] == ["piecegraph 1", "wrapped 1", "wrapped 1", "piecegraph 1"]
 
 
 def test_an_engine_that_fails_is_quoted(fake):

@@ -284,7 +284,7 @@ def first_code(
     if isinstance(found, CompiledModel):
         if not (found.from_bundle and config.cache):
             return found, None
-        verification = Verification(request, found.plan, records)
+        verification = Verification(request, found, records)
         if config.cache.verify_bundle is VerifyBundle.BACKGROUND:
             return found, verification
         if config.cache.verify_bundle is VerifyBundle.OFF:

@@ -1,16 +1,19 @@
 """Verify the bundle of a warm start: trace the model again beside its steps and compare.
 
 Three outcomes: equal; different, which two traces show in the same way; not known, after which it
-is tried again and no step is stopped. Every warm start is verified: what a model depends on has no
-end, so that no other start stands for it.
+is tried again and no step is stopped. A cold start traces what Python holds in `prepare`: where
+steps set what the forward reads, a trace beside them finds another program, and nothing is known.
+Every warm start is verified: what a model depends on has no end, so that no other start stands for
+it.
 """
 
 from __future__ import annotations
 
 import time
 
+from ....compile.bundle.bundle import broken_condition
 from ....compile.ir.compilation import CompileRequest
-from ....compile.ir.plan import Plan
+from ....compile.plan.compiled_model import CompiledModel
 from ....errors import BundleStale
 from ...core.exchange import by_rank
 from ...core.records import NotVerified, Records, Stale, Verified
@@ -20,13 +23,17 @@ from .tracing_thread import NotKnown, TracingThread, beside_steps, reason_of
 LATEST_START_S = 5.0
 """A trace begins when the model is ready, and at most so long after `prepare`."""
 
+LOOKS, LOOK_S = 10, 0.005
+"""How often conditions are looked at after a trace that differs, and the pause in between."""
+
 
 class Verification:
     """Compares the bundle of one start with its model, in `thread` or in the calling one."""
 
-    def __init__(self, request: CompileRequest, plan: Plan, records: Records) -> None:
+    def __init__(self, request: CompileRequest, found: CompiledModel, records: Records) -> None:
         self._request = request
-        self._plan = plan
+        self._plan = found.plan
+        self._conditions = found.conditions
         self._records = records
         self._difference = ""
         """What the last try found."""
@@ -66,11 +73,18 @@ class Verification:
     def _verify(self) -> str:
         """In the thread: the first difference, or nothing. Stale the second time."""
         before, self._difference = self._difference, ""
+        changed = self._changed()
         try:
-            self._difference, seconds = self._compared()
+            difference, seconds = self._compared()
+            failed = None
         except Exception as error:
-            self._failed(error)
-            raise NotKnown(str(verified(self._records))) from error
+            difference, failed = reason_of(error), error
+        if difference and (changed := changed or self._changed(LOOKS)):
+            failed = NotKnown(changed)
+        if failed is not None:
+            self._failed(failed)
+            raise NotKnown(str(verified(self._records))) from failed
+        self._difference = difference
         if not self._difference:
             self._records.add(Verified(seconds))
         elif self._difference == before:
@@ -78,6 +92,15 @@ class Verification:
         else:
             self._failed(NotKnown(f"one trace differs: {self._difference}"))
         return self._difference
+
+    def _changed(self, looks: int = 1) -> str:
+        """A condition of the bundle that held in `prepare` and does not now; or nothing."""
+        for look in range(looks):
+            time.sleep(LOOK_S if look else 0)
+            self.thread.checkpoint()
+            if broken := broken_condition(self._conditions, self._request.model):
+                return f"what the forward reads has changed since `prepare`: {broken}"
+        return ""
 
     def _compared(self) -> tuple[str, float]:
         """The first difference, or nothing, and the seconds that it took."""

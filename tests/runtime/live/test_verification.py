@@ -171,6 +171,32 @@ def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start):
         stale_start("before", bundle="force")
 
 
+STEP: dict[str, str] = {}
+"""What an engine sets for each step, and a forward reads."""
+
+
+class ReadsTheStep(Model):
+    def forward(self, x):
+        if "batch" in STEP:
+            x = x * 3
+        return super().forward(x)
+
+
+def test_what_steps_set_makes_no_bundle_stale(prepare_live, monkeypatch, caplog):
+    """A trace beside a step reads it; in `prepare`, of either start, it was not set."""
+    off = CacheSettings(verify_bundle="off")
+    prepare_live(ReadsTheStep(), cache=off)
+    with monkeypatch.context() as within_a_step:
+        starts = prepare_live(ReadsTheStep()).prepared.parts.starts
+        within_a_step.setitem(STEP, "batch", "of this step")
+        while starts.wait_until_verified(0.1) == "not yet":
+            pass
+        time.sleep(1.0)  # another try
+        assert "what the forward reads has changed since `prepare`: " in caplog.text
+        assert not starts._core.environment.records.of(Stale)
+    assert starts.wait_until_verified(300) is True
+
+
 def test_every_warm_start_verifies_in_a_process_that_is_equal_too(prepare_live, blind):
     """What the model was made of, such as a file that the program has read, is in no list."""
 
