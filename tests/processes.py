@@ -34,3 +34,9 @@ def two_ranks(function: Callable[..., object], *args: object) -> None:
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What another thread gets of it; an error is raised here."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()

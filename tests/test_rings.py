@@ -4,8 +4,6 @@ A ring is what the core can do without: its modules, given by prefixes. Counted 
 outside of it that import from it, and the names that they import, counted in each file.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -4,8 +4,6 @@ It keeps artifacts as Inductor does, and what it loads computes what the piece c
 registered here: tests of several folders import it.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import types

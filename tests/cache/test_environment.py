@@ -1,7 +1,5 @@
 """Which environment variables are factors, and that none is read without the registry."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

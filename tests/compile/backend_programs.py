@@ -5,8 +5,6 @@ CACHE [NAME...]` runs them in one process and prints a line of JSON for each. Wh
 Inductor alone: a program that runs there must run here.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

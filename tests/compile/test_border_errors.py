@@ -1,7 +1,5 @@
 """Mistakes in models and arguments are one-line errors with the user's file:line."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -8,7 +8,6 @@ import gc
 import itertools
 import pickle
 import re
-import threading
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +25,7 @@ from piecegraph import (
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
+from tests.processes import in_a_thread
 
 from .conftest import compile_once, prepare_on_replay, small_config
 
@@ -248,9 +248,7 @@ def pinned_staging_by_numpy(scene):
 
 
 def two_streams(scene):
-    thread = threading.Thread(target=scene.metadata.table.zero_)
-    thread.start()
-    thread.join()
+    in_a_thread(scene.metadata.table.zero_)
 
 
 PLANTED = [

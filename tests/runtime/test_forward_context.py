@@ -1,7 +1,5 @@
 """The forward context exists in a step only, per thread, and is restored on errors."""
 
-import threading
-
 import pytest
 
 from piecegraph.errors import OutsideStep
@@ -10,6 +8,7 @@ from piecegraph.runtime.forward_context import (
     forward_context,
     get_forward_context,
 )
+from tests.processes import in_a_thread
 
 
 def test_a_step_sees_its_context():
@@ -35,19 +34,8 @@ def test_w23_an_error_restores_the_context():
 
 
 def test_threads_do_not_share_it():
-    seen = []
-
-    def look():
-        try:
-            get_forward_context()
-        except OutsideStep as error:
-            seen.append(type(error))
-
-    with forward_context(ForwardContext({})):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-    assert seen == [OutsideStep]
+    with forward_context(ForwardContext({})), pytest.raises(OutsideStep):
+        in_a_thread(get_forward_context)
 
 
 def test_it_has_no_other_attributes():

@@ -3,8 +3,6 @@
 They are compiled by the tools in the wheel of Triton, without a GPU.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

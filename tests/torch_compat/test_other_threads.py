@@ -12,6 +12,7 @@ from torch.fx import _symbolic_trace as symbolic_trace
 
 from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
 from piecegraph.torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
+from tests.processes import in_a_thread
 
 
 class Midway:
@@ -120,17 +121,12 @@ def test_settings_of_another_thread_stay(traced_midway):
 
 def test_a_device_guard_that_is_kept_serves_fake_tensors_after_a_thread_has_ended():
     keep_device_guard()
-    shapes = []
 
     def trace():
         with FakeTensorMode() as mode:
-            shapes.append((mode.from_tensor(torch.ones(3)) * 2).shape)
+            return (mode.from_tensor(torch.ones(3)) * 2).shape
 
-    for _ in range(2):
-        thread = threading.Thread(target=trace)
-        thread.start()
-        thread.join()
-    assert shapes == [(3,), (3,)]
+    assert [in_a_thread(trace) for _ in range(2)] == [(3,), (3,)]
 
 
 def test_what_another_tracer_replaced_does_not_come_back():

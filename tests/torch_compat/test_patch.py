@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from piecegraph.torch_compat.basics import patch
 from piecegraph.torch_compat.basics.tensors import without_modes
 from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
+from tests.processes import in_a_thread
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -131,17 +132,9 @@ def test_compiler_lock_takes_the_lock_of_dynamo_first():
 
 
 def test_somebody_who_compiles_is_seen_from_another_thread():
-    seen = []
-
-    def look():
-        seen.append(patch.somebody_compiles())
-
-    for inside in (patch.compiler_lock(), nullcontext()):
+    for inside, seen in ((patch.compiler_lock(), True), (nullcontext(), False)):
         with inside:
-            thread = threading.Thread(target=look)
-            thread.start()
-            thread.join()
-    assert seen == [True, False]
+            assert in_a_thread(patch.somebody_compiles) is seen
 
 
 class Exported(nn.Module):

@@ -3,8 +3,6 @@
 The process imports torch once and forks for each change. It writes what each start did, as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

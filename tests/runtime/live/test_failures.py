@@ -5,7 +5,6 @@ import logging
 import sys
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 
 import pytest
@@ -30,7 +29,7 @@ from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.static_inputs import unread_buffers
 from piecegraph.runtime.parts.strategies.wanted import RETRY_STEPS
 from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
-from tests.processes import at_once
+from tests.processes import at_once, in_a_thread
 
 FAULT = ValueError("no such block")
 
@@ -286,11 +285,6 @@ def test_two_models_in_two_threads_are_independent(serve):
 
     at_once(run, both)
     assert all(served.captured() for served in both)
-
-
-def in_a_thread(action):
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(action).result()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +16,7 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.allowed_work import allow_compilation
 from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
+from tests.processes import in_a_thread
 
 
 @pytest.fixture(autouse=True)
@@ -189,9 +189,7 @@ def test_preparing_another_model_is_meant(sealed):
 def test_another_thread_is_not_this_models_business(sealed):
     served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    thread = threading.Thread(target=lambda: compiled(torch.ones(2)))
-    thread.start()
-    thread.join()
+    in_a_thread(lambda: compiled(torch.ones(2)))
     assert kinds(served) == []
 
 
