@@ -19,7 +19,10 @@ class Stopped(StrEnum):
     UNDECLARED = "an op writes to memory that is not known as state"
     RANDOM = "an op draws random numbers"
     UNSTEADY = "two uncompiled runs from the same state differ"
-    FAILED = "the uncompiled model failed on the step's real rows"
+    FAILED = (
+        "the uncompiled model failed on the step's real rows: if its metadata is padded, state by "
+        "`prove_with` how it is without"
+    )
     REPAIR = "the model that serves instead of wrong code is not the model as it is called"
 
 

@@ -338,6 +338,27 @@ def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, tempor
     assert stopped.detail == "aten::add_ [1]"
 
 
+def test_a_proof_that_fails_on_metadata_with_padding_says_how_to_state_it(temporary_op):
+    def scale(x, out):
+        out.copy_(x * get_forward_context().metadata)
+
+    op = temporary_op("live_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale)
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.ops.live_tests.scale(x, out)
+            return out + 1
+
+    prepared = prepare(Scaled(), small_config(splitting_ops=(op,), capture_sizes=(4,), shadow=EACH))
+    padded = torch.ones(4, 1)
+    prepared.capture(lambda *_: padded)
+    decision = prepared.dispatch(Batch(3, 1))
+    assert prepared.run(decision, torch.ones(3, 4), metadata=padded).sum() == 3 * 4 * 2
+    assert "state by `prove_with`" in prepared.report()["shadow"]["stopped"]
+    prepared.close()
+
+
 def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temporary_op):
     def alternate(x, out):
         stage = get_forward_context().layers["stage"]
