@@ -23,11 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode,
-    _get_current_function_mode_stack,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -255,7 +251,7 @@ class OwnFunctionMode(TorchFunctionMode):
 def without_modes() -> Iterator[None]:
     """Run without the dispatch modes of this thread and our function mode; those of others stay."""
     with own_export_modes(), _disable_current_modes(), ExitStack() as stack:
-        mode = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        mode = last_modes()[1]
         if isinstance(mode, OwnFunctionMode):
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             stack.callback(mode.__enter__)
@@ -264,13 +260,18 @@ def without_modes() -> Iterator[None]:
 
 def last_modes() -> tuple[Any, Any]:
     """The dispatch mode and the function mode that this thread entered last; None for none."""
-    return _get_current_dispatch_mode(), _get_current_function_mode()  # type: ignore[no-untyped-call]
+    modes = _function_modes()
+    return _get_current_dispatch_mode(), modes[-1] if modes else None
+
+
+def _function_modes() -> list[Any]:
+    """The function modes that this thread is in, the one entered last at the end."""
+    return _get_current_function_mode_stack()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def has_default_device() -> bool:
     """Whether tensors that are made without a device are made on one that a program set."""
-    stack: Any = _get_current_function_mode_stack
-    return any(isinstance(mode, DeviceContext) for mode in stack())
+    return any(isinstance(mode, DeviceContext) for mode in _function_modes())
 
 
 def storage_id(tensor: Tensor) -> int:
