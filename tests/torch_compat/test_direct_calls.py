@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from piecegraph.compile.backends.inductor import compile_piece, compiling, load_pieces
 from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 from piecegraph.torch_compat.compiling.inductor import import_inductor
+from piecegraph.torch_compat.faster.direct_calls import direct
 
 pytestmark = pytest.mark.compile
 
@@ -98,3 +99,7 @@ def test_without_speed_ups_everything_is_called(entered, monkeypatch):
         for _ in range(2):
             torch.testing.assert_close([*piece([X])], product(X))
         assert entered == 2 * ["wrapper", "graph"]
+
+
+def test_an_artifact_of_another_form_is_called_as_it_is():
+    assert direct(sorted, object()) is sorted
