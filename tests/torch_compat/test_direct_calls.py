@@ -1,5 +1,7 @@
 """Pieces are called without what torch has around their code, where that has nothing to do."""
 
+from functools import wraps
+
 import pytest
 import torch
 from torch.autograd import profiler
@@ -8,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from piecegraph.compile.backends.inductor import compile_piece, compiling, load_pieces
 from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 from piecegraph.torch_compat.compiling.inductor import import_inductor
+from piecegraph.torch_compat.compiling.partition import code_run_by
 from piecegraph.torch_compat.faster.direct_calls import direct
 
 pytestmark = pytest.mark.compile
@@ -45,6 +48,7 @@ def entered(monkeypatch):
     names = []
 
     def noting(name, function):
+        @wraps(function)
         def call(*args, **kwargs):
             names.append(name)
             return function(*args, **kwargs)
@@ -89,6 +93,28 @@ def test_with_gradients_and_for_a_profiler_the_rest_is_called(entered):
         (result,) = piece([X.clone().requires_grad_()])
         assert entered == ["wrapper", "graph"]
         assert not result.requires_grad
+
+
+@torch.no_grad()
+def test_what_runs_the_code_instead_is_called():
+    """As in a capture of partitions and of regions, also for pieces that are made inside of it."""
+    seen = []
+
+    def run(original, graph, args):
+        seen.append(graph)
+        return original(graph, args)
+
+    _, loaded = pieces(product)
+    loaded([X])
+    with code_run_by(run):
+        for piece in (loaded, *pieces(product)):
+            seen.clear()
+            for count in (1, 2):
+                torch.testing.assert_close([*piece([X])], product(X))
+                assert len(seen) == count
+    seen.clear()
+    loaded([X])
+    assert not seen
 
 
 @torch.no_grad()
