@@ -28,13 +28,16 @@ def test_equal_pieces_are_compiled_once(prepare):
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
     """A start that finds what `compile_ahead` left, and its report before it is verified."""
+    import torch._inductor.config as inductor_config
+
     folder = tmp_path_factory.mktemp("cache")
     config = pg.Config(
         splitting_ops=(OP,), inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, max_num_tokens=16,
         cache_dir=folder, graph_mode="NONE", cache={"verify_bundle": "background"},
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._inductor.config.aot_inductor.precompile_headers", False)
+    # `patch.setattr` would leave the process without this setting
+    headers = inductor_config.patch({"aot_inductor.precompile_headers": False})
+    with headers, pytest.MonkeyPatch.context() as patch:
         assert pg.compile_ahead(Model(), config)
         patch.delenv("PIECEGRAPH_OFF", raising=False)  # the tests' own setting
         prepared = pg.prepare(Model(), config)
