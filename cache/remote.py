@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -135,7 +136,17 @@ class RemoteLayer:
         return size == ref.size
 
     def _write(self, name: str, content: bytes) -> None:
-        self._call(name, lambda path: self._put(path, lambda: self._files.pipe_file(path, content)))
+        """At once: who reads meanwhile finds all of a file, or none."""
+
+        def write(path: str) -> None:
+            if self._is_local:  # fsspec would write in place
+                part = Path(f"{path}.{os.getpid()}.{threading.get_ident()}")
+                part.write_bytes(content)
+                part.replace(path)
+            else:
+                self._files.pipe_file(path, content)
+
+        self._call(name, lambda path: self._put(path, lambda: write(path)))
         self._lacks.pop(name, None)
 
     def _put(self, path: str, write: Callable[[], None]) -> None:

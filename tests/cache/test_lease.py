@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,20 @@ def test_who_comes_when_the_work_is_done_looks_it_up(machines, key):
 def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
     first, second, *_ = machines
     assert wait_for_first(first, second, key, polls=1, held=True) is Flight.AFTER_OTHERS
+
+
+def test_a_reader_finds_all_of_a_file_of_a_directory_or_none(machines, monkeypatch):
+    layer, write, seen = machines[0].layer, Path.write_bytes, []
+
+    def in_two_parts(path, content):
+        write(path, content[:1])
+        seen.append(layer.look("entries-v2/one", 100))
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", in_two_parts)
+    layer._write("entries-v2/one", b"whole")
+    assert seen == [None]
+    assert layer.look("entries-v2/one", 100) == b"whole"
 
 
 def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(machines, key, monkeypatch):
