@@ -2,8 +2,9 @@
 
     entries-v2/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
     blobs-v2/<2 hex>/<sha256>                immutable contents
-    tmp/ quarantine/                         in the private directory only
+    quarantine/                              in the private directory only
     locks/                                   there, and leases in a layer that is written to
+    tmp/                                     there, and in a directory that a layer writes to
 
 Every layer, local or remote, uses the same relative names, so one can be copied to another. The
 schema version is part of the names: versions of the library can share a directory without

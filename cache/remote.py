@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ..errors import LayerFailed
 from .files import write_synced
 from .layers import Entry, Failures, Miss
 from .manifest import BlobRef, Manifest, encode
-from .names import ENTRY_AREA, blob_name, entry_name
+from .names import ENTRY_AREA, SCRATCH_AREA, blob_name, entry_name
 from .signing import SigningKey, Trust
 
 LISTED = 32
@@ -139,14 +140,18 @@ class RemoteLayer:
         """At once: who reads meanwhile finds all of a file, or none."""
 
         def write(path: str) -> None:
-            if self._is_local:  # fsspec would write in place
-                part = Path(f"{path}.{os.getpid()}.{threading.get_ident()}")
-                part.write_bytes(content)
-                part.replace(path)
-            else:
-                self._files.pipe_file(path, content)
+            if not self._is_local:
+                self._put(path, lambda: self._files.pipe_file(path, content))
+                return
+            # fsspec would write in place; what lies beside an entry would be listed as one
+            part = f"{self._base}/{SCRATCH_AREA}/{uuid4().hex}"
+            try:
+                self._put(part, lambda: write_synced(Path(part), [content], 0o666))
+                self._put(path, lambda: os.replace(part, path))
+            finally:
+                Path(part).unlink(missing_ok=True)
 
-        self._call(name, lambda path: self._put(path, lambda: write(path)))
+        self._call(name, write)
         self._lacks.pop(name, None)
 
     def _put(self, path: str, write: Callable[[], None]) -> None:

@@ -5,11 +5,10 @@ import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, lock
+from piecegraph.cache import Cache, Entry, lock, remote
 from piecegraph.cache import lease as leases
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import lock_name
@@ -85,17 +84,16 @@ def test_who_waits_goes_on_when_the_work_is_stored(machines, key):
 
 
 def test_a_reader_finds_all_of_a_file_of_a_directory_or_none(machines, monkeypatch):
-    layer, write, seen = machines[0].layer, Path.write_bytes, []
+    layer, write, seen = machines[0].layer, remote.write_synced, []
 
-    def in_two_parts(path, content):
-        write(path, content[:1])
-        seen.append(layer.look("entries-v2/one", 100))
-        return write(path, content)
+    def looking(path, parts, mode):
+        write(path, parts, mode)
+        seen.append((layer.look("entries-v2/kind/aa/one", 100), layer.entries("kind")))
 
-    monkeypatch.setattr(Path, "write_bytes", in_two_parts)
-    layer._write("entries-v2/one", b"whole")
-    assert seen == [None]
-    assert layer.look("entries-v2/one", 100) == b"whole"
+    monkeypatch.setattr(remote, "write_synced", looking)
+    layer._write("entries-v2/kind/aa/one", b"whole")
+    assert seen == [(None, [])]
+    assert layer.look("entries-v2/kind/aa/one", 100) == b"whole"
 
 
 def test_a_lease_that_does_not_change_is_that_of_a_dead_machine(machines, key, monkeypatch):
