@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -62,6 +63,57 @@ def test_a_module_that_another_thread_calls_is_not_traced():
         "call_module",
         "get_attr",
     ]
+
+
+def test_what_another_thread_has_compiled_runs_beside_a_trace():
+    """Torch raises in calls of compiled functions while its symbolic tracer runs in any thread."""
+    midway, compiled = Midway(), torch.compile(torch.neg, backend="eager")
+
+    def stops(x):
+        midway.stop_here()
+        return x + 1
+
+    def trace():
+        with unseen_by_other_threads():
+            torch.fx.symbolic_trace(stops)
+
+    with midway.of(trace):
+        assert torch.equal(compiled(torch.ones(3)), -torch.ones(3))
+
+
+@pytest.mark.parametrize("first", ["own", "other"])
+def test_two_tracers_run_one_after_the_other(first):
+    """Each puts back what it found: what the other one had replaced would stay."""
+    graphs, before = [], (nn.Module.__call__, nn.Module.__getattr__)
+
+    class Traced(nn.Module):
+        def __init__(self, begins):
+            super().__init__()
+            self.inner, self.begins = nn.Linear(2, 2), begins
+
+        def forward(self, x):
+            self.begins()
+            time.sleep(0.1)
+            return self.inner(x)
+
+    def trace(begins):
+        graphs.append(torch.fx.symbolic_trace(Traced(begins)).graph)
+
+    def hidden(begins):
+        with unseen_by_other_threads():
+            trace(begins)
+
+    second, (earlier, later) = [], (hidden, trace) if first == "own" else (trace, hidden)
+
+    def start_second():
+        second.append(threading.Thread(target=later, args=[lambda: None]))
+        second[0].start()
+
+    earlier(start_second)
+    second[0].join()
+    assert [[node.op for node in graph.nodes][1] for graph in graphs] == ["call_module"] * 2
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before
+    assert torch.equal(torch.compile(torch.neg, backend="eager")(torch.ones(3)), -torch.ones(3))
 
 
 @pytest.fixture

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from inspect import unwrap
 from typing import Any
 
 import torch
 import torch.fx._symbolic_trace as symbolic_trace
 
-from ..basics.patch import own_export_modes, replaced, somebody_compiles
+from ..basics.patch import own_export_modes, replaced, somebody_compiles, with_globals
 from ..basics.settings import global_state
 
 REVERT = "_maybe_revert_all_patches"
 """Of the symbolic tracer, whichever thread it runs in; not in each version of torch."""
+
+OTHER_TRACER_S = 20.0
+"""How long a symbolic trace waits for one of another thread to end."""
 
 
 @contextmanager
@@ -67,6 +72,7 @@ def unseen_by_other_threads() -> Iterator[list[str]]:
     replacements: list[tuple[Any, str, Any]] = [
         *((owner, name, ignored_here(getattr(owner, name))) for owner, name in setters),
         (symbolic_trace._Patcher, "patch_method", _patch_for_one_thread(thread, changes)),
+        (torch.fx.Tracer, "trace", _trace_of_one_thread(thread)),
         *([(symbolic_trace, REVERT, only_there)] if revert is not None else []),
     ]
     with ExitStack() as stack:
@@ -102,3 +108,30 @@ def _patch_for_one_thread(thread: int, changes: list[str]) -> Callable[..., None
         original(self, cls, name, method if ours else new, deduplicate)
 
     return patch_method
+
+
+def _trace_of_one_thread(thread: int) -> Callable[..., Any]:
+    """`Tracer.trace`, which in `thread` runs beside that of no other thread: each puts back the
+    methods of `Module` that it found. There it also has globals of its own: by the others torch
+    raises in each call of a compiled function, whichever thread makes it."""
+    original, alone = torch.fx.Tracer.trace, threading.RLock()
+    names = {**vars(symbolic_trace)}
+    new_patcher = with_globals(unwrap(symbolic_trace._new_patcher), names)
+    names[new_patcher.__name__] = contextmanager(new_patcher)
+    disable: Any = torch.compiler.disable
+    own = disable(with_globals(unwrap(original), names))
+
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        held = alone.acquire(timeout=OTHER_TRACER_S)
+        try:
+            if threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            end = time.monotonic() + OTHER_TRACER_S
+            while symbolic_trace._is_fx_tracing_flag and time.monotonic() < end:  # began before
+                time.sleep(0.001)
+            return own(*args, **kwargs)
+        finally:
+            if held:
+                alone.release()
+
+    return trace

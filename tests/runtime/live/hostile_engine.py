@@ -48,10 +48,12 @@ class HostileEngine:
         self._ends = threading.Event()
         self._waiting, self._turn = threading.Event(), threading.Lock()
         self._linear, self._x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        self._compiled = torch.compile(torch.neg, backend="eager")
         self._source = inspect.getsource(ast)
         self._calls = (
             self.traces_with_fx, self.exports, self.compiles, self.changes_the_default_dtype,
             self.parses, self.forks, self.imports, self.trains_under_autocast, self.runs_no_grad,
+            self.runs_what_it_compiled,
         )  # fmt: skip
         self._disturbing = self.changes_the_default_dtype, self.parses, self.traces_with_fx
         self._while_waiting = *self._disturbing, self.exports
@@ -104,6 +106,9 @@ class HostileEngine:
 
     def compiles(self):
         torch.compile(lambda x: x + 1, backend="eager")(self._x)
+
+    def runs_what_it_compiled(self):
+        self._compiled(self._x)
 
     def changes_the_default_dtype(self):
         torch.set_default_dtype(torch.bfloat16)
