@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ...errors import NotPortable
 from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS, called_function
@@ -29,6 +30,7 @@ from ...torch_compat.basics.settings import is_settings
 from ...torch_compat.tracing.dynamo import COMPILED_FUNCTION, Captured
 from ..ir.locations import node_location
 from ..ir.ops import is_custom
+from ..ir.serialization import encode
 from .bytecode import attribute_names, global_names, probed_names, with_nested
 from .conditions import Conditions, ConditionTree
 from .kinds import CALLED_OP, FUNCTION, IDENTITY, INLINED_OP, TYPE, VALUE, kind_of_guard
@@ -344,7 +346,7 @@ class _TraceConditions:
         for call in self.captured.inlined.results:
             arguments, named = call.arguments, call.named
             passed = [*(arguments or ()), *named.values()]
-            others = [value for value in passed if not isinstance(value, _PLAIN)]
+            others = [value for value in passed if not _is_portable(value)]
             if others and all(id(value) in objects for value in others):
                 continue
             located = _place_of_function(call.function) or objects.get(id(call.function))
@@ -352,10 +354,17 @@ class _TraceConditions:
                 name = call.function.__qualname__
                 self.obstacles.append(f"the result of {name} cannot be described ({call.where})")
             else:
-                self._try(located.root, located.steps, "result", [list(arguments), dict(named)])
+                given = [encode([*arguments]), {name: encode(named[name]) for name in named}]
+                self._try(located.root, located.steps, "result", given)
 
 
-_PLAIN = (bool, int, str, types.NoneType)
+def _is_portable(value: Any) -> bool:
+    """Whether a start of another process can pass `value` again."""
+    try:
+        encode(value)
+    except NotPortable:
+        return False
+    return True
 
 
 def _place_of_function(function: Any) -> Located | None:

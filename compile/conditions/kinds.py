@@ -15,6 +15,7 @@ import torch
 
 from ...torch_compat.basics.facts import CALLED
 from ...torch_compat.basics.frames import is_torch_file
+from ..ir.serialization import decode
 from .code import bound_text, code_parts, function_with_values
 from .custom_ops import op_parts, op_signature
 from .places import HOOKS, MISSING, key_of
@@ -110,7 +111,8 @@ def _result(function: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -
     """What a function returns that Dynamo called while tracing, and that a start calls again."""
     positional, named = arguments
     try:
-        return stable_text(function(*positional, **named))
+        given = {name: decode(value) for name, value in named.items()}
+        return stable_text(function(*map(decode, positional), **given))
     except Undescribable:
         raise
     except Exception as error:  # no process group, …

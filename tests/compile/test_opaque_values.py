@@ -93,6 +93,19 @@ class Model(nn.Module):
         return x
 
 
+GAINS = {"a": 2.0}
+
+
+@torch.compiler.assume_constant_result
+def gain(name, dtype):
+    return GAINS[name.name]
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * gain(Name("a"), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("made_in_forward", [False, True])
 def test_equal_layers_are_equal_pieces(op, compiled, made_in_forward):
     model, x = Model(made_in_forward), torch.randn(5, 8)
@@ -119,6 +132,19 @@ def test_the_value_is_stored_in_the_plan(op, tmp_path, monkeypatch):
     other = start(model, tmp_path, splitting_ops=(op,))
     assert not other.hit
     assert "layers.2.name" in other.reason
+
+
+def test_what_a_function_returned_for_a_value_is_a_condition(tmp_path, monkeypatch):
+    """Dynamo calls the function while it traces."""
+    use_text_compiler(monkeypatch)
+    x, model = torch.randn(5, 8), Scaled()
+    assert not start(model, tmp_path).hit
+    assert start(model, tmp_path).hit
+    monkeypatch.setitem(GAINS, "a", 3.0)
+    other = start(model, tmp_path)
+    assert not other.hit
+    assert "gain" in other.reason
+    torch.testing.assert_close(other(x), 3 * x)
 
 
 def test_inside_a_piece_it_is_a_constant(op, compiled):
