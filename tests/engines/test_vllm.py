@@ -68,6 +68,7 @@ EAGER: dict[str, dict[str, Any]] = {
 """How vLLM runs uncompiled, if not with `enforce_eager`: on a CPU vLLM 0.32 then leaves out the
 warm-up that allocates what stages exchange, and the first step fails."""
 
+VERIFIED = ("gemma3", "granite_hybrid", "qwen3_moe")
 WRAPPED = ("qwen3", "llama", "qwen3_moe")
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NO_COMPILER = {"compiler": "eager", "cache": False}
@@ -119,6 +120,15 @@ class Engines:
                 "engine": {"compilation_config": {"mode": 0}},  # vLLM's own path, uncompiled
             },
         }
+        for family in VERIFIED:
+            for start in ("cold", "warm"):
+                stored = {"cache_dir": str(folder / "verified")}
+                self.jobs[f"{family}, {start}"] = {
+                    "family": family,
+                    "settings": {**stored, **SETTINGS.get(family, {})},
+                    "engine": CASES[family],
+                    "verifies": start == "warm",
+                }
         for family in WRAPPED:
             wrapped = {"family": family, "settings": {"cache": False}, "wrapped": True}
             self.jobs[f"{family}, wrapped"] = wrapped
@@ -219,6 +229,15 @@ def test_a_warm_start_traces_and_compiles_nothing(engines):
         assert (report["counters"]["inductor_compiles"] > 0) is compiles
         assert report["pieces"]["unique"] < report["pieces"]["total"]
     assert "prepare: " in engines.log
+
+
+@pytest.mark.parametrize("family", VERIFIED)
+def test_a_warm_start_is_verified(engines, family):
+    """Beside its steps; where the model reads vLLM's context, before them."""
+    alone, cold, warm = engines(family, f"{family}, cold", f"{family}, warm")
+    assert [start["report"]["cache"]["hit"] for start in (cold, warm)] == [False, True]
+    assert cold["made"] == warm["made"] == alone["made"]
+    assert warm["verified"] is True
 
 
 def test_the_kv_cache_is_as_large_after_a_cold_start(engines):

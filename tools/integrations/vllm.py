@@ -286,7 +286,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
             )
-            prepared.parts.starts.wait_until_compiled()  # a trace needs the module's own forward
+            # vLLM measures the compiled model, then makes its KV cache, then captures
+            prepared.parts.starts.wait_until_compiled()
+            conditions = prepared.compiled.conditions or {"roots": ()}
+            if get_forward_context.__module__ in conditions["roots"]:
+                prepared.wait_until_verified()  # beside a step the model would read its context
         return prepared, inputs
 
     def _refuse(self, reason: str) -> None:
@@ -349,7 +353,6 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         max_num_reqs=scheduler.max_num_seqs,
         splitting_ops=tuple(name for name in splitting_ops if is_registered(name)),
         attention={"support": "NEVER"},
-        cache={"verify_bundle": "before"},
         sizes={"padding_limit": PaddingLimit(tokens=0)} if piecewise else {},
         graph_mode="PIECEWISE" if piecewise else "NONE",
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
