@@ -114,6 +114,11 @@ class Trials:
             return False
         return True
 
+    @cached_property
+    def _targets(self) -> dict[str, str]:
+        """By the names of weights."""
+        return {weight.name: weight.target for weight in self.compiled.plan.weights}
+
     def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""
 
@@ -235,7 +240,7 @@ class Trials:
 
     def _input(self, name: str, generator: torch.Generator, alike: bool) -> tuple[Tensor, Tensor]:
         plan = self.compiled.plan
-        if _weight(plan, name) is not None or name in {symbol.name for symbol in plan.symbols}:
+        if name in self._targets or name in {symbol.name for symbol in plan.symbols}:
             return _NO_ROWS, _NO_ROWS
         dtype, dims = form_of(plan, name)
         rows = _random(dtype, _shape(dims, self.largest, plan), generator)
@@ -272,8 +277,8 @@ class Trials:
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
         for name, (rows, extreme) in zip(self.step.args, self._inputs(seed), strict=True):
-            if (target := _weight(plan, name)) is not None:
-                args.append(weights[target])
+            if name in self._targets:
+                args.append(weights[self._targets[name]])
             elif name in sizes:
                 args.append(sizes[name])
             else:
@@ -402,10 +407,6 @@ def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
             return item.dtype, item.shape
     dtype, _, dims = plan.shapes.get(name, "uint8[]").partition("[")
     return dtype, tuple(filter(None, dims.removesuffix("]").split(", ")))
-
-
-def _weight(plan: Plan, name: str) -> str | None:
-    return next((weight.target for weight in plan.weights if weight.name == name), None)
 
 
 def _shape(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
