@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
 import logging
@@ -19,6 +20,14 @@ from hypothesis import settings
 
 # Until tests begin nothing is garbage: collecting it takes a tenth of what imports and pytest take.
 gc.disable()
+
+# Last of all that is done at the exit. Until then the heap stays frozen, since pytest collects
+# garbage twice when it ends; what is frozen after it is reported as leaked, in many lines below its
+# last one. A worker of xdist has reported everything and need not take torch apart, for seconds.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
+else:
+    atexit.register(gc.unfreeze)
 
 import piecegraph  # noqa: E402
 
@@ -91,6 +100,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """`make test-core` with a part off: tests of what the part guarantees cannot pass."""
+    if not AS_SHIPPED:
+        gc.freeze()
     gc.enable()
     off = set(os.environ.get("PIECEGRAPH_OFF", "").split(","))
     for item in session.items:
@@ -156,11 +167,7 @@ def frozen_heap() -> Iterator[None]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """What is frozen at the exit is reported as leaked, in many lines below pytest's last one.
-
-    A process that a thread keeps from its end prints where, and ends; xdist ends its workers.
-    """
-    gc.unfreeze()
+    """A process that a thread keeps from its end prints where, and ends; xdist ends its workers."""
     if not hasattr(config, "workerinput"):
         faulthandler.dump_traceback_later(180, exit=True)
 
