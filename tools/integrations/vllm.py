@@ -49,6 +49,7 @@ from ... import (
     Shadow,
     prepare,
 )
+from ...compile.conditions.conditions import relied_on
 from ...compile.ir.ops import is_registered
 from ...errors import (
     ArgumentFixed,
@@ -288,8 +289,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             )
             # vLLM measures the compiled model, then makes its KV cache, then captures
             prepared.parts.starts.wait_until_compiled()
-            conditions = prepared.compiled.conditions or {"roots": ()}
-            if get_forward_context.__module__ in conditions["roots"]:
+            if get_forward_context.__module__ in relied_on(prepared.compiled.conditions):
                 prepared.wait_until_verified()  # beside a step the model would read its context
         return prepared, inputs
 
