@@ -1,6 +1,8 @@
 """What a thread that traces changes in torch is not seen by another one, which stops it midway."""
 
+import os
 import random
+import signal
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -11,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import _symbolic_trace as symbolic_trace
 
+from piecegraph.torch_compat.tracing import other_threads
 from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
 from piecegraph.torch_compat.tracing.other_threads import keep_device_guard, unseen_by_other_threads
 from tests.processes import in_a_thread
@@ -65,8 +68,9 @@ def test_a_module_that_another_thread_calls_is_not_traced():
     ]
 
 
-def test_what_another_thread_has_compiled_runs_beside_a_trace():
+def test_what_another_thread_has_compiled_runs_beside_a_trace(monkeypatch):
     """Torch raises in calls of compiled functions while its symbolic tracer runs in any thread."""
+    monkeypatch.setattr(other_threads, "OTHER_TRACER_S", 600.0)
     midway, compiled = Midway(), torch.compile(torch.neg, backend="eager")
 
     def stops(x):
@@ -79,6 +83,10 @@ def test_what_another_thread_has_compiled_runs_beside_a_trace():
 
     with midway.of(trace):
         assert torch.equal(compiled(torch.ones(3)), -torch.ones(3))
+        if not (child := os.fork()):
+            signal.alarm(30)  # that thread is not in it
+            os._exit(len(torch.fx.symbolic_trace(nn.ReLU()).graph.nodes))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 @pytest.mark.parametrize("first", ["own", "other"])

@@ -5,6 +5,7 @@ A model may be traced in one thread while others serve it, or build another mode
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -114,7 +115,7 @@ def _trace_of_one_thread(thread: int) -> Callable[..., Any]:
     """`Tracer.trace`, which in `thread` runs beside that of no other thread: each puts back the
     methods of `Module` that it found. There it also has globals of its own: by the others torch
     raises in each call of a compiled function, whichever thread makes it."""
-    original, alone = torch.fx.Tracer.trace, threading.RLock()
+    original, alone, process = torch.fx.Tracer.trace, threading.RLock(), os.getpid()
     names = {**vars(symbolic_trace)}
     new_patcher = with_globals(unwrap(symbolic_trace._new_patcher), names)
     names[new_patcher.__name__] = contextmanager(new_patcher)
@@ -122,6 +123,8 @@ def _trace_of_one_thread(thread: int) -> Callable[..., Any]:
     own = disable(with_globals(unwrap(original), names))
 
     def trace(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != process:  # a fork has the lock and not the thread that holds it
+            return original(*args, **kwargs)
         held = alone.acquire(timeout=OTHER_TRACER_S)
         try:
             if threading.get_ident() != thread:
