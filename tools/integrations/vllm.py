@@ -81,6 +81,9 @@ def capture_context(device: torch.device) -> AbstractContextManager[Any]:
     return graph_capture(device) if device.type == "cuda" else nullcontext()
 
 
+VERIFY_S = 120.0
+"""How long a start waits for the verification of a model that reads vLLM's forward context."""
+
 ATTENTION_OPS = (
     "vllm::unified_attention_with_output", "vllm::unified_kv_cache_update",
     "vllm::unified_mla_attention_with_output", "vllm::unified_mla_kv_cache_update",
@@ -290,7 +293,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             # vLLM measures the compiled model, then makes its KV cache, then captures
             prepared.parts.starts.wait_until_compiled()
             if get_forward_context.__module__ in relied_on(prepared.compiled.conditions):
-                prepared.wait_until_verified()  # beside a step the model would read its context
+                prepared.wait_until_verified(VERIFY_S)  # beside a step it would read another one
         return prepared, inputs
 
     def _refuse(self, reason: str) -> None:
