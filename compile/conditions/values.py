@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from ...torch_compat.basics.modules import untagged
+
 DATA = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, slice)
 _TORCH_DATA = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.finfo, torch.iinfo),
@@ -219,7 +221,7 @@ def unwrapped(member: Any) -> Any:
 
 def _inside_wrapper(member: Any) -> Any:
     if isinstance(member, types.FunctionType | type):
-        return None
+        return untagged(member)
     for kinds, name in _WRAPPERS:
         if isinstance(member, kinds):
             return getattr(member, name)

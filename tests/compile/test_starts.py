@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
@@ -17,6 +18,7 @@ from piecegraph.compile.warm import NoBundle
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
+from piecegraph.torch_compat.basics.modules import untagged
 from tests.text_compiler import use_text_compiler
 
 from .models import X
@@ -39,6 +41,13 @@ class Tiny(torch.nn.Module):
 
     def forward(self, x):
         return torch.sin(x) * self.gain + self.shift
+
+
+class Makes(Tiny):
+    """Makes a module in its forward."""
+
+    def forward(self, x):
+        return torch.nn.Hardtanh(-0.5, 0.5)(super().forward(x))
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +108,20 @@ def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path):
         start(Tiny(), tmp_path / "empty", bundle="force")
     with pytest.raises(BundleMissing, match="keeps no artifacts"):
         start(Tiny(), tmp_path, bundle="force", compiler="eager")
+
+
+def test_what_compiled_before_in_the_process_refuses_no_bundle(tmp_path, monkeypatch):
+    """Dynamo replaces methods of Module when it first compiles, and leaves them so."""
+    for name in ("__init__", "__setstate__"):
+        own = getattr(torch.nn.Module, name)
+        monkeypatch.setattr(torch.nn.Module, name, untagged(own) or own)
+    assert not start(Makes(), tmp_path).hit
+    monkeypatch.setattr(torch.nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    install_generation_tagging_init()
+    model = Makes()
+    again = start(model, tmp_path)
+    assert again.hit, again.reason
+    assert is_right(again, model)
 
 
 def test_a_refused_start_is_looked_up_once(tmp_path):

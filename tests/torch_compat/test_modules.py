@@ -4,8 +4,10 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from piecegraph.torch_compat.basics import modules
+from piecegraph.torch_compat.basics.modules import untagged
 
 
 def hook(*args):
@@ -74,6 +76,18 @@ def test_function_that_a_call_runs():
     module.register_forward_hook(hook)
     assert modules.called_function(module) is nn.Module.__call__
     assert modules.called_function(Called(2, 2)) is Called.__call__
+
+
+def test_what_dynamo_calls_from_its_own_init_of_modules(monkeypatch):
+    inner = untagged(nn.Module.__init__) or nn.Module.__init__
+    for name in ("__init__", "__setstate__"):
+        own = getattr(nn.Module, name)
+        monkeypatch.setattr(nn.Module, name, untagged(own) or own)
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    install_generation_tagging_init()
+    assert nn.Module.__init__ is not inner
+    assert untagged(nn.Module.__init__) is inner
+    assert untagged(inner) is untagged(nn.Linear) is untagged(print) is None
 
 
 def test_module_inside_a_compiled_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +41,14 @@ def called_function(model: torch.nn.Module) -> Any:
     while isinstance(forward, partial):
         forward = forward.func
     return getattr(forward, "__func__", forward)
+
+
+def untagged(function: Any) -> Any:
+    """What Dynamo's own `Module.__init__` or `__setstate__` calls, which it installs in a process
+    for good when it first compiles there; None for another function."""
+    is_tagging = getattr(function, "__module__", "") == "torch._dynamo.mutation_guard"
+    cells = function.__closure__ if is_tagging and isinstance(function, FunctionType) else None
+    return cells[0].cell_contents if cells else None
 
 
 def original_module(model: torch.nn.Module) -> torch.nn.Module:
