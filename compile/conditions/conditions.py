@@ -207,12 +207,6 @@ class ConditionTree:
         }
 
 
-def relied_on(data: Mapping[str, Any] | None) -> set[str]:
-    """The modules of Python that conditions are on, and `MODEL`; none without a trace."""
-    traces = [] if data is None else data.get(TRACES, [data])
-    return {root for trace in traces for root in trace["roots"]}
-
-
 def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition]:
     """The conditions that do not hold in this process; empty if the bundle may be used."""
     try:

@@ -46,6 +46,11 @@ class CompiledModel:
     sources: range = range(0)
     """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
 
+    def relies_on(self, module: str) -> bool:
+        """Whether there are conditions on what is in a module of Python."""
+        conditions: Any = self.conditions or {"roots": ()}
+        return any(module in each["roots"] for each in conditions.get("traces", [conditions]))
+
     def link(
         self,
         hooks: Hooks | None = None,

@@ -139,7 +139,10 @@ def test_what_a_function_returned_for_a_value_is_a_condition(tmp_path, monkeypat
     use_text_compiler(monkeypatch)
     x, model = torch.randn(5, 8), Scaled()
     assert not start(model, tmp_path).hit
-    assert start(model, tmp_path).hit
+    again = start(model, tmp_path)
+    assert again.hit
+    assert again.compiled.relies_on(__name__)
+    assert not again.compiled.relies_on("json")
     monkeypatch.setitem(GAINS, "a", 3.0)
     other = start(model, tmp_path)
     assert not other.hit

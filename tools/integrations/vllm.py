@@ -49,7 +49,6 @@ from ... import (
     Shadow,
     prepare,
 )
-from ...compile.conditions.conditions import relied_on
 from ...compile.ir.ops import is_registered
 from ...errors import (
     ArgumentFixed,
@@ -292,7 +291,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             )
             # vLLM measures the compiled model, then makes its KV cache, then captures
             prepared.parts.starts.wait_until_compiled()
-            if get_forward_context.__module__ in relied_on(prepared.compiled.conditions):
+            if prepared.compiled.relies_on(get_forward_context.__module__):
                 prepared.wait_until_verified(VERIFY_S)  # beside a step it would read another one
         return prepared, inputs
 

@@ -26,6 +26,7 @@ from piecegraph import Batch, Config, prepare
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import BundleMissing, BundleStale
+from piecegraph.runtime.parts.starts import tracing_thread
 from tests.text_compiler import EntryPoint
 
 from ..models import X
@@ -44,6 +45,7 @@ def verified(model, root, when):
     settings |= {"graph_mode": "NONE", "bundle": "force", "cache": {"verify_bundle": when}}
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
         patched.setattr(bundles, "broken_conditions", lambda *_: [])
+        patched.setattr(tracing_thread, "PAUSES_S", (0.1,) * len(tracing_thread.PAUSES_S))
         prepared = None
         try:
             prepared = prepare(model, Config(**settings))

@@ -26,11 +26,17 @@ SAMPLE = (
 )
 NOT_OF_A_THREAD = {"default_of_autocast", "thread_local"}
 """Values of one thread: `prepare` does not run under autocast."""
+NOT_KNOWN = {"environment_bytes_contains", "thread_local"}
+"""No trace beside steps succeeds, which stops none: conditions alone refuse these bundles. Before
+steps such a trace counts as different."""
 
 
-def expect_none_stale(cold, changed):
-    assert not [name for name in cold if "error" in cold[name] or "error" in changed[name]]
-    assert not [name for name in cold if not (cold[name]["right"] and changed[name]["right"])]
+def expect_none_stale(cold, changed, unknown=()):
+    assert {name for name in cold if isinstance(changed[name].get("verified"), str)} == {*unknown}
+    for outcomes in (cold, changed):
+        known = {name: outcome for name, outcome in outcomes.items() if name not in unknown}
+        assert not [name for name, outcome in known.items() if "error" in outcome]
+        assert not [name for name, outcome in known.items() if not outcome["right"]]
 
 
 @pytest.mark.heavy
@@ -48,12 +54,12 @@ def test_nothing_is_stale_after_verification(tmp_path):
             ("background", "moved"),
         )
     )
-    for run_of_changed in changed:
-        expect_none_stale(cold, run_of_changed)
+    for run_of_changed, unknown in zip(changed, (set(), NOT_KNOWN), strict=True):
+        expect_none_stale(cold, run_of_changed, unknown)
         found = [name for name in cases if run_of_changed[name].get("verified") is False]
         missed = [name for name in cases if not run_of_changed[name]["hit"]]
         print(f"{len(cases)} changes: {len(found)} found by a trace, {len(missed)} other keys")
-        assert len(found) + len(missed) == len(cases)
+        assert len(found) + len(missed) + len(unknown) == len(cases)
         assert len(found) > 520
     refused = {name for name in cases if control[name].get("verified") is not True}
     assert refused == NOT_CACHED | NOT_OF_A_THREAD

@@ -131,6 +131,7 @@ def test_a_thousand_mixed_steps_are_right(compiles):
     pieces = prepared.report()["pieces"]
     assert pieces["unique"] == len(set.union(*digests)) < sum(map(len, digests)) or not compiles
     assert pieces["total"] == (3 * (LAYERS + 1) if compiles else 3)
+    assert not prepared.compiled.relies_on("nowhere")
     prepared.capture()
     prepared.seal()
     modes = ("FULL", "PIECEWISE") if compiles else ("FULL",)
