@@ -4,7 +4,7 @@ Imports torch, its compilers and the package once, and forks for each line of st
 program, a file for its output, its environment. Answers each with the exit status.
 """
 
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 
 # isort: split
 import json
@@ -67,9 +67,10 @@ if __name__ == "__main__":
     import_dynamo()
     import_inductor()
     _ = piecegraph.prepare  # imported on first use
-    imported()
+    imported(freeze=True)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
             os._exit(run_here(*json.loads(line)))
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    end()

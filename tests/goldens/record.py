@@ -6,7 +6,7 @@ With `--some` only some scenes of ranks are played.
 
 from __future__ import annotations
 
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 
 # isort: split
 import hashlib
@@ -124,3 +124,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end()

@@ -10,6 +10,7 @@ from tests.processes import PYTHON, output_of
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 PROGRAM = """
+from piecegraph.tests.quick_imports import end, imported
 import json, os, sys, time, torch
 import piecegraph as pg
 from piecegraph.compile.ir import registered_compilers as registry
@@ -46,12 +47,14 @@ def engine(moment, call):
     assert prepared.wait_until_verified(300) is True, prepared.wait_until_verified(0)
     assert prepared.report()["counters"]["dynamo_traces"] > 0
 
+imported()
 for begin in (build, *(lambda each=each: engine(*each) for each in json.loads(sys.argv[2]))):
     pid = os.fork()  # each has this process, which has not traced, as its own
     if not pid:
         begin()
         sys.exit()
     assert os.waitpid(pid, 0)[1] == 0
+end()
 """
 
 CALLS = (

@@ -8,7 +8,7 @@ from tests.processes import PYTHON, output_of
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 PROGRAM = """
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 import os, random, signal, sys, tempfile, time
 from collections import Counter
 from pathlib import Path
@@ -99,7 +99,7 @@ def killed_at_random(work, directory):
 starts = [cold(prepare), cold(compile_ahead)]
 works = [*starts, prune, export, import_]
 start(root / "given", 8, prepare).close()
-imported()
+imported(freeze=True)
 export_image(
     [manifest for manifest, _ in manifests(root / "given")],
     DirectoryLayer(root / "given"),
@@ -122,6 +122,7 @@ prepared = start(root / "0", 8, prepare)
 assert prepared(torch.ones(3, 8), batch=Batch(3, 3)).shape == (3, 8)
 prepared.close()
 print("left after a start:", leftovers())
+end()
 """
 
 

@@ -4,7 +4,7 @@ COMMANDS is a list of scenes in JSON; a scene has a command for each rank. Rank 
 what it prints into FOLDER/s-r. In scene WRONG the eager results of rank 1 are wrong.
 """
 
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 
 # isort: split
 import json
@@ -58,3 +58,4 @@ if __name__ == "__main__":
     scenes, place, chosen = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     found = [run_scene(n, scene, place, n == chosen) for n, scene in enumerate(scenes)]
     print(json.dumps(found))
+    end()

@@ -10,6 +10,7 @@ import pytest
 from tests.processes import PYTHON, output_of
 
 PROGRAM = """
+from piecegraph.tests.quick_imports import end
 import json, os, sys, threading, traceback
 import torch
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,7 @@ for name, case in cases.items():
         failed[name] = text.read()
     os.wait()
 print(json.dumps(failed))
+end()
 """
 
 

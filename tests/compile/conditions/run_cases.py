@@ -8,7 +8,7 @@ condition refuses a bundle, but it is verified then; the result is that of the f
 verification.
 """
 
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 
 # isort: split
 import importlib
@@ -98,7 +98,7 @@ def run(name, bundle, folder, root):
 
 
 def main():
-    imported()
+    imported(freeze=True)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     registry.entry_points = lambda group: [EntryPoint()]
@@ -116,3 +116,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    end()

@@ -4,7 +4,7 @@ RANK is the one that differs, or SIZE if none does. Each rank writes what came o
 one that hangs is killed and writes nothing. The name is printed when all have ended.
 """
 
-from piecegraph.tests.quick_imports import imported
+from piecegraph.tests.quick_imports import end, imported
 
 # isort: split
 import json
@@ -424,3 +424,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    end()
