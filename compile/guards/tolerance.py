@@ -140,8 +140,9 @@ def _is_whole(value: Any) -> bool:
         return False
     if value.is_meta or is_fake(value):
         return False
-    largest = 1 / torch.finfo(value.dtype).eps
-    return bool(((value == value.trunc()) & (value.abs() <= largest)).all())
+    if not (value == value.trunc()).all():
+        return False
+    return bool((value.abs() <= 1 / torch.finfo(value.dtype).eps).all())
 
 
 _QUANTIZED = (torch.int8, torch.uint8)

@@ -140,7 +140,8 @@ def test_frequencies_that_a_forward_makes_in_each_call_are_made_once(rope_type):
     )
     own = drawn(transformers.PhimoeModel(config))
     assert_equal_alone(own, (3, 20, 32), captured_results, max_model_len=32)
-    assert_equal_alone(own, (40,), captured_results)
+    if rope_type == "longrope":
+        assert_equal_alone(own, (40,), captured_results)
 
 
 GEMMA4 = {

@@ -6,6 +6,9 @@ by which the clock is wrong; other options are settings of `Config`. With `bundl
 until compiled code serves, with "serve_ahead" until there are libraries.
 """
 
+from piecegraph.tests.quick_imports import end, imported
+
+# isort: split
 import importlib.metadata
 import json
 import os
@@ -19,6 +22,7 @@ from small_model import Small
 from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
 from piecegraph.runtime.parts.ranks.ranks import Ranks
 
+imported()
 SIZES = (1, 3, 17, 64)
 
 real = importlib.metadata.version
@@ -91,3 +95,4 @@ def _difference(prepared, model, size):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(json.dumps([start(sys.argv[1], json.loads(options)) for options in sys.argv[2:]]))
+    end()
