@@ -22,6 +22,21 @@ def imported(*, freeze: bool = False) -> None:
     gc.enable()
 
 
+def imported_by_starts() -> None:
+    """What a start and captures import is there, so that no fork imports it; the heap is frozen."""
+    from torch import nn
+
+    from piecegraph import Config, prepare
+    from piecegraph.runtime.backends.replay.backend import ReplayBackend
+
+    config = Config(
+        compile=False, graph_mode="FULL", inputs={"input": "float32[num_tokens, 2]"}, cache=False,
+        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2,), attention={"support": 3},
+    )  # fmt: skip
+    prepare(nn.Identity(), config, backend=ReplayBackend()).capture()
+    imported(freeze=True)
+
+
 def end() -> NoReturn:
     """Of a program that nothing must see taken apart: torch and its compilers take a second."""
     sys.stdout.flush()

@@ -4,7 +4,7 @@ COMMANDS is a list of scenes in JSON; a scene has a command for each rank. Rank 
 what it prints into FOLDER/s-r. In scene WRONG the eager results of rank 1 are wrong.
 """
 
-from piecegraph.tests.quick_imports import end, imported
+from piecegraph.tests.quick_imports import end, imported_by_starts
 
 # isort: split
 import json
@@ -18,7 +18,6 @@ import torch
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve import run as _run  # noqa: F401 - so that each fork has it
 from piecegraph.tools.serve import verify
-from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 
 def run_rank(command, output, environment, wrong):
@@ -53,8 +52,7 @@ def run_scene(number, commands, folder, wrong):
 
 
 if __name__ == "__main__":
-    import_dynamo()
-    imported(freeze=True)
+    imported_by_starts()
     scenes, place, chosen = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     found = [run_scene(n, scene, place, n == chosen) for n, scene in enumerate(scenes)]
     print(json.dumps(found))

@@ -4,7 +4,7 @@ RANK is the one that differs, or SIZE if none does. Each rank writes what came o
 one that hangs is killed and writes nothing. The name is printed when all have ended.
 """
 
-from piecegraph.tests.quick_imports import end, imported
+from piecegraph.tests.quick_imports import end, imported_by_starts
 
 # isort: split
 import json
@@ -403,18 +403,8 @@ def play_all(folder, size, scene, odd):
         os.kill(child, signal.SIGKILL)
 
 
-def import_what_ranks_import():
-    """Each rank would import it for itself, which takes longer than its scene."""
-    config = Config(
-        compile=False, graph_mode="FULL", inputs={"input": "float32[num_tokens, 2]"}, cache=False,
-        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2,), attention={"support": 3},
-    )  # fmt: skip
-    prepare(torch.nn.Identity(), config, backend=ReplayBackend()).capture()
-    imported(freeze=True)
-
-
 def main():
-    import_what_ranks_import()
+    imported_by_starts()
     for line in sys.stdin:
         folder, name = line.split()
         scene, size, odd = name.split("-")
