@@ -640,6 +640,11 @@ class AutocastActive(RunError):
     todo = "Leave autocast around it, or enter it inside the model's forward."
 
 
+class ModeActive(RunError):
+    what = "{action} runs under {mode}, which compiled code and graphs ignore"
+    todo = "Leave the mode around it, or enter it inside the model's forward."
+
+
 class StaleContext(RunError):
     what = (
         "{reader} read {fact} of the forward context inside a graph, which keeps the value of its "

@@ -17,8 +17,7 @@ from ..compile.bundle.bundle import put_aside
 from ..compile.eager_model import eager_model, uncompiled_model
 from ..compile.ir.compilation import CompileRequest
 from ..compile.plan.compiled_model import CompiledModel
-from ..errors import AllCapturesFailed, AutocastActive, ModelClosed
-from ..torch_compat.basics.tensors import is_autocast_enabled
+from ..errors import AllCapturesFailed, ModelClosed
 from .capture.capture_all import CaptureAll, Capturer, Progress
 from .capture.captures import Captures
 from .capture.dummy_batch import DummyBatches, MetadataFor
@@ -30,6 +29,7 @@ from .core.environment import Environment
 from .core.records import CaptureFailure, MemoryUse
 from .core.static_inputs import allocate_inputs, unread_buffers
 from .core.steps import StepRunner, nothing
+from .core.surroundings import must_be_plain
 from .core.usage import Usage
 from .forward_context import ForwardContext
 from .part import CaptureSet, Parts
@@ -147,8 +147,7 @@ class CoreModel:
         Raises ModelClosed, and ModelMismatch for weights of another form.
         """
         self.must_be_open()
-        if is_autocast_enabled():
-            raise AutocastActive(action="the capture or warm-up")
+        must_be_plain("the capture or warm-up")
         if self.parts.moved(None) != []:
             self.bind()
         if metadata_for is not None:

@@ -14,9 +14,9 @@ import torch
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.ir.locations import first_line
 from ..config import Config, dispatch_plan, resolve_graph_mode
-from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
+from ..errors import InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
-from ..torch_compat.basics.tensors import is_autocast_enabled, without_modes
+from ..torch_compat.basics.tensors import without_modes
 from .assemble import Ranks, assemble, begin, exchange_of, mixed_rows_finder
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
@@ -25,6 +25,7 @@ from .core.environment import Environment
 from .core.exchange import single_rank
 from .core.records import Records
 from .core.report import mode_reasons
+from .core.surroundings import must_be_plain
 from .core_model import CoreModel
 from .forward_context import ForwardContext
 from .prepared_model import PreparedModel
@@ -68,8 +69,7 @@ def prepare(
 
     Raises a PiecegraphError that names the problem with the model or the settings.
     """
-    if is_autocast_enabled():
-        raise AutocastActive(action="prepare")
+    must_be_plain("prepare")
     if not isinstance(config, Config):
         raise InvalidSetting(
             name="config",

@@ -21,7 +21,6 @@ from ...dispatch import (
     RuntimeMode,
 )
 from ...errors import (
-    AutocastActive,
     BatchInvalid,
     BatchMismatch,
     CallFormUnknown,
@@ -30,7 +29,6 @@ from ...errors import (
     StepInProgress,
 )
 from ...torch_compat.basics.tensors import (
-    is_autocast_enabled,
     is_grad_enabled,
     leaves_with_paths,
     set_grad_enabled,
@@ -40,6 +38,7 @@ from ..backends.protocol import DeviceEvent, GraphBackend, Replay
 from ..forward_context import CURRENT, ForwardContext
 from .check import CheckStep
 from .code import ModelCode
+from .surroundings import must_be_plain
 from .usage import Usage
 
 
@@ -48,7 +47,7 @@ def nothing() -> None:
 
 
 CORE_CHECKS = (
-    "autocast is off",
+    "autocast is off, and no mode of torch's is entered",
     "forms and sizes of inputs, and fixed arguments",
     "tokens that the batch states",
     "the decision is one of this model",
@@ -174,8 +173,7 @@ class StepRunner:
     ) -> Any:
         """Run one step, see `PreparedModel.run`; `stated` are the tokens that its batch states,
         where that is known."""
-        if is_autocast_enabled():
-            raise AutocastActive(action="the step")
+        must_be_plain("the step")
         try:
             code = self.code_of(args, kwargs) if self.has_forms else self.code
             tensors, sizes = code.arguments(stated, *args, **kwargs)

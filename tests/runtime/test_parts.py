@@ -214,7 +214,7 @@ def test_each_check_of_the_core_that_is_listed_refuses_a_step():
             prepared._core.steps.running = False
 
     refused = {
-        "autocast is off": (AutocastActive, under_autocast),
+        "autocast is off, and no mode of torch's is entered": (AutocastActive, under_autocast),
         "forms and sizes of inputs, and fixed arguments": (
             InputMismatch, lambda: prepared.run(decision, torch.ones(3, 9))
         ),

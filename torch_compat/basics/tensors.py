@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
@@ -28,7 +29,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import (
@@ -240,7 +241,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_faking() -> bool:
     """Whether operations make fake tensors in this thread: a run that computes only shapes."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return any(isinstance(mode, FakeTensorMode) for mode in _dispatch_modes())
 
 
 class OwnFunctionMode(TorchFunctionMode):
@@ -260,8 +261,24 @@ def without_modes() -> Iterator[None]:
 
 def last_modes() -> tuple[Any, Any]:
     """The dispatch mode and the function mode that this thread entered last; None for none."""
-    modes = _function_modes()
-    return _get_current_dispatch_mode(), modes[-1] if modes else None
+    modes = [_dispatch_modes(), _function_modes()]
+    dispatch, function = (entered[-1] if entered else None for entered in modes)
+    return dispatch, function
+
+
+def modes_of_others() -> list[Any]:
+    """The modes in which this thread is that are not the library's, the default device's apart.
+    They see each function or op that is called now, which compiled code and graphs do not call."""
+    if not (_len_torch_function_stack() or _len_torch_dispatch_stack()):  # hot: 0.05 us
+        return []
+    modes = [m for m in _function_modes() if not isinstance(m, DeviceContext)] + _dispatch_modes()
+    own = __name__.partition(".")[0]
+    return [mode for mode in modes if type(mode).__module__.partition(".")[0] != own]
+
+
+def _dispatch_modes() -> list[Any]:
+    """The dispatch modes that this thread is in, the one entered last at the end."""
+    return _get_current_dispatch_mode_stack() if _len_torch_dispatch_stack() else []
 
 
 def _function_modes() -> list[Any]:

@@ -6,9 +6,17 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import Batch, Config, RuntimeMode, prepare
-from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch, ReturnedUnread
+from piecegraph.errors import (
+    AutocastActive,
+    BatchInvalid,
+    BatchMismatch,
+    ModeActive,
+    ReturnedUnread,
+)
 from piecegraph.runtime.capture import installed_graph
 
 from ..conftest import strict_backend
@@ -126,6 +134,32 @@ def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(serve):
         {"mode": "NONE", "reason": "not captured yet", "count": 1}
     ]
     assert served.prepared._core.steps.context.decision.mode is RuntimeMode.NONE
+
+
+class AddsAtFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) + 1
+
+
+class AddsAtOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) + 1
+
+
+@pytest.mark.parametrize("mode", [AddsAtFunctions, AddsAtOps])
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
+def test_a_mode_around_a_step_is_refused(serve, lengths, mode):
+    """Compiled code and graphs call nothing that it could see."""
+    served = ready(serve)
+    with mode(), pytest.raises(ModeActive, match=f"the step runs under {mode.__name__}"):
+        served.prepared(torch.ones(sum(lengths), 4), batch=served.batch(*lengths))
+    with mode(), pytest.raises(ModeActive, match="capture"):
+        served.prepared.capture()
+    with mode(), pytest.raises(ModeActive, match="prepare"):
+        prepare(nn.Identity(), Config())
+    with torch.device("cpu"):
+        result, expected = run(served, lengths)
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
