@@ -275,8 +275,13 @@ def test_the_modes_that_were_entered_last():
         pass
 
     assert tensors.last_modes() == (None, None)
+    assert tensors.num_dispatch_modes() == tensors.num_function_modes() == 0
     with Dispatch() as dispatch, Function() as function:
         assert tensors.last_modes() == (dispatch, function)
+        assert tensors.num_dispatch_modes() == tensors.num_function_modes() == 1
+        with tensors.OwnFunctionMode(), torch.device("meta"):
+            assert tensors.modes_of_others() == [function, dispatch]
+    assert tensors.modes_of_others() == []
 
 
 def test_has_plain_memory():
