@@ -279,7 +279,8 @@ def test_the_modes_that_were_entered_last():
     with Dispatch() as dispatch, Function() as function:
         assert tensors.last_modes() == (dispatch, function)
         assert tensors.num_dispatch_modes() == tensors.num_function_modes() == 1
-        with tensors.OwnFunctionMode(), torch.device("meta"):
+    with torch.device("meta"), Dispatch() as dispatch, Function() as function:
+        with tensors.OwnFunctionMode():
             assert tensors.modes_of_others() == [function, dispatch]
     assert tensors.modes_of_others() == []
 
