@@ -112,6 +112,7 @@ VALUE_READS = (
     *(listed, as_array, copied_array, from_cpu, in_a_list, in_a_list_of_a_method),
     *(in_a_list_of_a_class, applied, through_dlpack, printed, pickled),
 )
+OTHER_READS = [fn for fn in VALUE_READS if fn not in (listed, in_a_list, through_dlpack)]
 NUMPY_WARNS = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -258,8 +259,14 @@ class Reading(nn.Module):
 
 
 @NUMPY_WARNS
-@pytest.mark.parametrize("fn", VALUE_READS)
-@pytest.mark.parametrize("is_op", [True, False])
+@pytest.mark.parametrize(
+    ("fn", "is_op"),
+    [
+        *((fn, True) for fn in VALUE_READS),
+        *((fn, False) for fn in (listed, in_a_list, through_dlpack)),
+        *(pytest.param(fn, False, marks=pytest.mark.heavy) for fn in OTHER_READS),
+    ],
+)
 def test_infinilm_540_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
     op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
     model = Reading(break_graph(fake=lambda x, out: None)(op))
