@@ -274,9 +274,6 @@ _TABLES = {
 }
 """By module, a dict of the functions by which torch compiles ops."""
 
-_OWN_RULES: dict[int, Any] = {}
-"""Functions that torch has for it itself, by `id`: there are thousands, and each key asks."""
-
 
 def registered_rules() -> dict[str, Any]:
     """Functions that a program has registered to compile ops with, by table and op.
@@ -286,15 +283,18 @@ def registered_rules() -> dict[str, Any]:
     found = {}
     for name, table in _TABLES.items():
         for op, rule in getattr(sys.modules.get(name), table, {}).items():
-            if id(rule) in _OWN_RULES:
-                continue
-            function = inspect.unwrap(rule) if hasattr(rule, "__wrapped__") else rule
-            code = getattr(function, "__code__", None)
-            if code is not None and not is_torch_file(code.co_filename):
+            if (function := _rule_of_a_program(rule)) is not None:
                 found[f"{name}[{op}]"] = function
-            else:
-                _OWN_RULES[id(rule)] = rule
     return found
+
+
+@cache
+def _rule_of_a_program(rule: Any) -> Any:
+    """The function that a program registered; None for one of torch's. There are thousands, and
+    each key asks."""
+    function = inspect.unwrap(rule) if hasattr(rule, "__wrapped__") else rule
+    code = getattr(function, "__code__", None)
+    return None if code is None or is_torch_file(code.co_filename) else function
 
 
 class _Found(Exception):
