@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -165,7 +166,7 @@ class TracingThread:
         for pause_s in PAUSES_S:
             self._wait_for_state()
             try:
-                found = self._tried()
+                found = self._tried_apart()
             except (NotKnown, SettingsChanged) as error:
                 before, last = "", error
                 self._pause(pause_s)
@@ -174,6 +175,23 @@ class TracingThread:
                 return found
             before, last = found, NotKnown(found)
         return self._failed(last)
+
+    def _tried_apart(self) -> str:
+        """`_tried` in a thread of its own: what an error leaves in a thread, such as a dispatch key
+        of torch that is set, the next try would meet."""
+        outcome = Future[str]()
+
+        def run() -> None:
+            try:
+                with self._state.installed(), allow_compilation():
+                    outcome.set_result(self._tried())
+            except BaseException as error:  # the end of the work, too
+                outcome.set_exception(error)
+
+        start = copy_context().run
+        thread = threading.Thread(target=start, args=(run,), name=self._name, daemon=True)
+        thread.start()
+        return outcome.result()
 
     def _tried(self) -> str:
         with self._alone():

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph import Batch, ForwardContext, Ranks, explain_miss, forward_context
 from piecegraph.cache.settings import CacheSettings
@@ -415,6 +416,24 @@ def test_an_error_at_any_point_of_a_trace_is_no_difference(prepare_live, monkeyp
         served.step(3, 1)
         served.prepared.close()
     assert len(raised) > count // 2 - 4
+
+
+def test_no_try_meets_what_an_error_left_in_its_thread(prepare_live, monkeypatch):
+    monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01,) * 5)
+    trace, left = verify.trace_with_guards, list[TorchDispatchMode]()
+
+    def fails_once(request):
+        if not left:
+            left.append(TorchDispatchMode())
+            left[0].__enter__()
+            raise MemoryError
+        return trace(request)
+
+    monkeypatch.setattr(verify, "trace_with_guards", fails_once)
+    prepare_live()
+    served = prepare_live(bundle="force")
+    assert served.prepared.parts.starts.wait_until_verified(300) is True
+    assert left
 
 
 def test_a_fault_of_the_copies_of_layers_is_found(prepare_live, blind, monkeypatch):
