@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from piecegraph import Batch, ForwardContext, Ranks, explain_miss, forward_context
 from piecegraph.cache.settings import CacheSettings
@@ -420,11 +420,15 @@ def test_an_error_at_any_point_of_a_trace_is_no_difference(prepare_live, monkeyp
 
 def test_no_try_meets_what_an_error_left_in_its_thread(prepare_live, monkeypatch):
     monkeypatch.setattr(tracing_thread, "PAUSES_S", (0.01,) * 5)
-    trace, left = verify.trace_with_guards, list[TorchDispatchMode]()
+    trace, left = verify.trace_with_guards, list[TorchFunctionMode]()
+
+    class Fails(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise SystemError
 
     def fails_once(request):
         if not left:
-            left.append(TorchDispatchMode())
+            left.append(Fails())
             left[0].__enter__()
             raise MemoryError
         return trace(request)
