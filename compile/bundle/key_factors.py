@@ -27,8 +27,8 @@ from ...cache.keys.factors import Stable, StableTexts
 from ...cache.keys.key import Difference
 from ...torch_compat.basics.devices import device_facts
 from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
-from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
-from ...torch_compat.basics.tensors import subclass_parts
+from ...torch_compat.basics.settings import changed_settings, global_state
+from ...torch_compat.basics.tensors import active_modes, subclass_parts
 from ...torch_compat.compiling.partition import partition_options, partitioned
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
 from ...torch_compat.repairs.inductor_fixes import REPAIRS

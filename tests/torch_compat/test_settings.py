@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.torch_compat.basics import settings
 
@@ -68,22 +67,6 @@ def test_f6_what_torch_leaves_out_for_reasons_of_its_own_is_stated(name, value):
 
     with inductor_config.patch({name: value}):
         assert f"torch._inductor.config.{name}" in settings.changed_settings()
-
-
-class FunctionMode(torch.overrides.TorchFunctionMode):
-    pass
-
-
-class DispatchMode(TorchDispatchMode):
-    pass
-
-
-@pytest.mark.parametrize("kind", [FunctionMode, DispatchMode])
-def test_modes_are_stated_and_the_default_device_is_not_one(kind):
-    with torch.device("cpu"):
-        assert settings.active_modes() == []
-        with kind() as mode:
-            assert settings.active_modes() == [mode]
 
 
 def test_is_settings_of_torch():

@@ -267,13 +267,23 @@ def test_memory_is_used_while_a_tensor_is_on_it():
     assert not tensors.is_used(weak)
 
 
+class Dispatch(tensors.TorchDispatchMode):
+    pass
+
+
+class Function(torch.overrides.TorchFunctionMode):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Function, Dispatch])
+def test_modes_are_stated_and_the_default_device_is_not_one(kind):
+    with torch.device("cpu"):
+        assert tensors.active_modes() == []
+        with kind() as mode:
+            assert tensors.active_modes() == [mode]
+
+
 def test_the_modes_that_were_entered_last():
-    class Dispatch(tensors.TorchDispatchMode):
-        pass
-
-    class Function(torch.overrides.TorchFunctionMode):
-        pass
-
     assert tensors.last_modes() == (None, None)
     assert tensors.num_dispatch_modes() == tensors.num_function_modes() == 0
     with Dispatch() as dispatch, Function() as function:

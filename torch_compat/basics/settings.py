@@ -235,16 +235,6 @@ def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in differ)
 
 
-def active_modes() -> list[Any]:
-    """The modes that see each torch function or op called now, the default device's apart."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    stacks: tuple[Any, ...] = _get_current_function_mode_stack, _get_current_dispatch_mode_stack
-    return [mode for stack in stacks for mode in stack() if not isinstance(mode, DeviceContext)]
-
-
 def _flag(name: str) -> Any:
     value: Any = torch
     for part in name.split("."):

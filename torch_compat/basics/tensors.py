@@ -267,12 +267,15 @@ def last_modes() -> tuple[Any, Any]:
     return dispatch, function
 
 
+def active_modes() -> list[Any]:
+    """The modes that see each torch function or op called now, the default device's apart."""
+    return [m for m in _function_modes() if not isinstance(m, DeviceContext)] + _dispatch_modes()
+
+
 def modes_of_others() -> list[Any]:
-    """The modes in which this thread is that are not the library's, the default device's apart.
-    They see each function or op that is called now, which compiled code and graphs do not call."""
-    modes = [m for m in _function_modes() if not isinstance(m, DeviceContext)] + _dispatch_modes()
+    """Those of `active_modes` that are not the library's."""
     own = __name__.partition(".")[0]
-    return [mode for mode in modes if type(mode).__module__.partition(".")[0] != own]
+    return [mode for mode in active_modes() if type(mode).__module__.partition(".")[0] != own]
 
 
 def _dispatch_modes() -> list[Any]:

@@ -208,7 +208,7 @@ class TracingThread:
     def _wait_for_state(self) -> None:
         """Wait until the process is in the state of `prepare`. Raises SettingsChanged."""
         waited_s = 0.0
-        while changed := self._state.changed():
+        while changed := self._state.changed_in_process():
             if waited_s > PATIENCE_S:
                 raise SettingsChanged(changed=changed)
             self._pause(WAIT_S)
@@ -234,7 +234,7 @@ class TracingThread:
 
     def _run_as_started(self) -> None:
         self.wake.wait(self._latest_start_s)
-        with suppress(WorkEnded), self._state.installed(), allow_compilation():
+        with suppress(WorkEnded):
             import_alone(_import_cold_half, self.checkpoint)
             self._found = self._settled()
 
