@@ -11,8 +11,9 @@ from __future__ import annotations
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from importlib import _bootstrap
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def import_tracer() -> None:
 def _all_held(held: ExitStack) -> bool:
     """Take all locks without waiting; False if another thread is inside of an import of torch."""
     get_lock: Callable[[str], Any] = _bootstrap._get_module_lock  # type: ignore[attr-defined]
-    for name in _not_imported():
+    # An import takes the lock of its module first, and then that of its package.
+    for name in set(_modules()).difference(sys.modules):
         lock = get_lock(name)
         if lock.owner is not None:
             return False
@@ -59,19 +61,16 @@ def _all_held(held: ExitStack) -> bool:
     return not any(map(_is_imported_by_half, tuple(sys.modules.values())))
 
 
-def _not_imported() -> Iterator[str]:
-    """All modules of torch that nobody has imported. An import of one takes its lock first, and
-    then that of its package."""
-    folders = [(root, Path(torch.__file__).parents[1] / root) for root in ROOTS]
-    while folders:
-        package, folder = folders.pop()
-        if package not in sys.modules:
-            yield package
+@cache
+def _modules() -> tuple[str, ...]:
+    """All modules of torch. Each entry of a folder gives other threads a turn while it is read."""
+    folders, names = [(root, Path(torch.__file__).parents[1] / root) for root in ROOTS], [*ROOTS]
+    for package, folder in folders:
         for found in pkgutil.iter_modules([str(folder)]):
+            names.append(f"{package}.{found.name}")
             if found.ispkg:
-                folders.append((f"{package}.{found.name}", folder / found.name))
-            elif (name := f"{package}.{found.name}") not in sys.modules:
-                yield name
+                folders.append((names[-1], folder / found.name))
+    return tuple(names)
 
 
 def _is_imported_by_half(module: Any) -> bool:

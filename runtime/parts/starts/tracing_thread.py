@@ -235,19 +235,28 @@ class TracingThread:
     def _run_as_started(self) -> None:
         self.wake.wait(self._latest_start_s)
         with suppress(WorkEnded):
-            import_alone(_import_cold_half, self.checkpoint)
+            with _one_at_a_time():
+                import_alone(_import_cold_half, self.checkpoint)
             self._found = self._settled()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with _ONE_AT_A_TIME, unseen_by_other_threads() as self._changes:
+        with _one_at_a_time(), unseen_by_other_threads() as self._changes:
             self.checkpoint()
-            before = sys.getswitchinterval()
-            try:
-                sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
-                yield
-            finally:
-                sys.setswitchinterval(before)
+            yield
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """One of our threads works, and each that waits for the interpreter gets it soon. So does ours,
+    which gives it away with each file that an import looks for."""
+    with _ONE_AT_A_TIME:
+        before = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
+            yield
+        finally:
+            sys.setswitchinterval(before)
 
 
 def _import_cold_half() -> None:
