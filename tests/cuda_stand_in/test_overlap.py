@@ -48,7 +48,7 @@ def test_another_stream_rewrites_inputs_after_the_event(stand_in, mode, seed, wa
 def test_without_the_event_some_order_is_wrong(stand_in, mode):
     """Inputs by another stream, and pinned memory that the host rewrites: both need it."""
     wrong = {"stream": 0, "pinned": 0}
-    for seed in range(8):
+    for seed in range(64):  # one in four finds it
         stand_in.seed(seed)
         model, other = captured("cuda:0", mode), torch.cuda.Stream()
         x, pinned = torch.randn(4, 64, device="cuda:0"), torch.randn(4, 64).pin_memory()
@@ -63,8 +63,9 @@ def test_without_the_event_some_order_is_wrong(stand_in, mode):
         pinned.zero_()
         wrong["pinned"] += not torch.allclose(result, expected[1], rtol=1e-5, atol=1e-5)
         model.close()
-    assert wrong["stream"]
-    assert wrong["pinned"]
+        if all(wrong.values()):
+            return
+    pytest.fail(f"all orders were right: {wrong}")
 
 
 ENGINES = [("full-decode-only", {}), ("piecewise", {"lora": 2, "strategy": "lazy"})]
