@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -124,4 +125,7 @@ def capture_failure(error: Exception, name: str) -> CaptureFailed:
     reasons = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
     stated = getattr(error, "where", None) or hasattr(error, "__notes__")
     where = None if stated else error_line(error)
+    if not (stated or where):  # none of the user's lines: that of the library
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        reasons.append(f"raised at {raised.filename}:{raised.lineno}")
     return kind(where=where, name=name, reason=", ".join(reasons))

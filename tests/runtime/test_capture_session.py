@@ -1,7 +1,9 @@
 """A session prepares once, pauses garbage collection, and restores everything."""
 
 import gc
+import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from piecegraph.errors import NoCaptureSession
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.capture.session import capture_failure, capture_session
 
 
 def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig):
@@ -72,3 +74,13 @@ def test_sessions_of_two_threads_take_turns(make_replay_rig):
     thread.join()
     assert inside == ["first", "other"]
     assert gc.isenabled()
+
+
+def test_a_failure_in_a_library_says_where_it_was_raised():
+    with ThreadPoolExecutor() as pool:
+        error = pool.submit(json.loads, "{").exception()  # no line of this file is on the way
+    assert f"raised at {json.decoder.__file__}:" in str(capture_failure(error, "FULL 8"))
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    assert "raised at" not in str(failure := capture_failure(caught.value, "FULL 8"))
+    assert f"{__file__}:" in str(failure)

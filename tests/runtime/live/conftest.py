@@ -218,7 +218,9 @@ def hostile_engine(monkeypatch):
     engine, join = HostileEngine(), TracingThread.join
 
     def join_while_disturbed(thread, timeout_s=None):
-        waits = timeout_s != 0 and threading.current_thread() is threading.main_thread()
+        # In a shorter wait it begins nothing: it might wait for a lock of the thread meanwhile.
+        long = timeout_s is None or timeout_s >= 0.1
+        waits = long and threading.current_thread() is threading.main_thread()
         with engine.test_waits() if waits else nullcontext():
             return join(thread, timeout_s)
 

@@ -267,7 +267,7 @@ def held(monkeypatch):
         assert event.wait(300)
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
-    monkeypatch.setattr(starts, "CLOSE_S", 0.1)
+    monkeypatch.setattr(starts, "CLOSE_S", 0.05)
     yield event
     event.set()
 
