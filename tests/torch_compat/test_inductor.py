@@ -1,6 +1,7 @@
 """Standalone artifacts: compile, store, load; options and passes."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -146,3 +147,33 @@ def test_triton_is_told_a_folder_which_torchs_pool_keeps_otherwise(tmp_path, mon
         with inductor.inductor_cache_directory(str(tmp_path / name)):
             assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / name / "triton")
     assert os.environ["TRITON_CACHE_DIR"] == "before"
+
+
+SHOWN = f"import os; print(*map(os.environ.get, {NAMES}), os.environ['OF_A_THREAD'])"
+
+
+@pytest.mark.parametrize("before", [None, "/before"])
+@pytest.mark.parametrize("given", ["nothing", "a copy", "what is listed"])
+def test_no_process_that_is_started_meanwhile_gets_the_directory(
+    before, given, tmp_path, monkeypatch
+):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+    monkeypatch.delenv("OF_A_THREAD", raising=False)
+    with inductor.inductor_cache_directory(str(tmp_path)):
+        os.environ["OF_A_THREAD"] = "kept"
+        env = {"nothing": None, "a copy": os.environ.copy(), "what is listed": {**os.environ}}
+        shown = subprocess.run(
+            [sys.executable, "-c", SHOWN],
+            env=env[given],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        assert os.environ[NAMES[0]] == os.getenv(NAMES[0]) == str(tmp_path)
+    assert os.environ.pop("OF_A_THREAD") == shown.pop() == "kept"
+    assert str(tmp_path) not in " ".join(shown)
+    assert shown == [str(before if given == "nothing" else None)] * 2
+    assert directories() == [before, before]

@@ -21,6 +21,8 @@ _changing_modes = threading.Lock()
 EXPORT_MODES = "mode_stack_state_for_pre_dispatch"
 """In `torch._ops`: gives the modes of `torch.export`. Torch keeps one stack for all threads."""
 
+CACHE_VARIABLES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
 FORK_S = 30.0
 """How long a fork waits until no thread is inside of a compiler: its locks and half of its work
 would stay in the child for ever."""
@@ -52,9 +54,8 @@ def preserve_cache_variables() -> Iterator[None]:
     time, so no thread sees the value that another one set for a compile, and no other code of the
     process compiles at the same time.
     """
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     with compiler_lock():
-        before = {name: os.environ.get(name) for name in names}
+        before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
         try:
             yield
         finally:
@@ -62,6 +63,45 @@ def preserve_cache_variables() -> Iterator[None]:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
+
+
+class _UnlistedVariables(os._Environ[str]):
+    """`os.environ` in which `unlisted` are read and set by name, by whichever thread. No process
+    that is started meanwhile inherits them; one that gets a copy of all variables has neither these
+    nor those of the same name."""
+
+    def __init__(self, shared: os._Environ[str], unlisted: dict[str, str]) -> None:
+        vars(self).update(vars(shared))  # its data, too
+        self.unlisted = unlisted
+
+    def __getitem__(self, name: str) -> str:
+        return self.unlisted[name] if name in self.unlisted else super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: str) -> None:
+        if name in CACHE_VARIABLES:
+            self.unlisted[name] = value
+        else:
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if name in CACHE_VARIABLES:
+            del self.unlisted[name]
+        else:
+            super().__delitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in super().__iter__() if name not in self.unlisted)
+
+
+@contextmanager
+def cache_variables(**values: str) -> Iterator[None]:
+    """Give torch its cache directories as if they were environment variables.
+
+    Its code reads them by name (`torch._inductor.runtime.cache_dir_utils`), and so does Triton's.
+    """
+    with compiler_lock():
+        with replaced(os, "environ", _UnlistedVariables(os.environ, values)):
+            yield
 
 
 def dynamo_lock() -> AbstractContextManager[Any]:

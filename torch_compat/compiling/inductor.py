@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from ..basics.patch import preserve_cache_variables, replaced
+from ..basics.patch import cache_variables, preserve_cache_variables, replaced
 from ..basics.tensors import fresh_fake_mode, is_fake
 from ..repairs.inductor_fixes import repaired_lowering, without_lost_cubins
 from .partition import partitioned
@@ -31,12 +31,12 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 
     Only environment variables can set it: `torch._inductor.runtime.cache_dir_utils` reads
     TORCHINDUCTOR_CACHE_DIR on each call, has no setting for it (2.11 to 2.15), and passes it to
-    child processes. These keep the TRITON_CACHE_DIR of an earlier compile where it is not set. Both
-    variables are restored at the end, and tables in memory that refer to `path` are cleared.
+    its worker processes. These keep the TRITON_CACHE_DIR of an earlier compile where it is not set.
+    No other process gets them, see `cache_variables`: `path` is removed while it runs. Tables in
+    memory that refer to `path` are cleared.
     """
-    with preserve_cache_variables():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(path, "triton")
+    names = {"TORCHINDUCTOR_CACHE_DIR": path, "TRITON_CACHE_DIR": os.path.join(path, "triton")}
+    with cache_variables(**names):
         from torch._inductor.utils import clear_caches  # which makes the directory
 
         try:
