@@ -28,13 +28,13 @@ from .. import (
     RuntimeMode,
     StepObserver,
 )
-from ..errors import CaptureAfterSeal, MovedTensor, RunError
+from ..errors import CaptureAfterSeal, RunError
 from ..runtime.core.preserved import SavedMemory
 from ..runtime.tensors_by_path import tensors_by_path
 from ..torch_compat.basics.tensors import storage_id, tree_leaves, tree_map_only
 from .bisect.case import BisectCase
 from .bisect.observe import copies, run_model
-from .bisect.state import ModelState, addresses
+from .bisect.state import ModelState
 from .steps import Rebuild, StepRecorder, with_metadata
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
@@ -201,13 +201,11 @@ class _Reference:
 
 
 class _Observer(StepObserver):
-    """Remembers the last batch, and what is wrong with the metadata of its step. Raises MovedTensor
-    where a FULL graph reads a layer that is elsewhere now."""
+    """Remembers the last batch, and what is wrong with the metadata of its step."""
 
     def __init__(self, prepared: PreparedModel, reference: _Reference | None) -> None:
         self._prepared = proxy(prepared)  # it holds its observers
         self._reference = reference
-        self._layers = addresses(prepared._core.steps.context.layers)
         self._results: list[ref[Tensor]] = []
         self.batch: Batch | None = None
         self.decision: Any = None
@@ -222,7 +220,6 @@ class _Observer(StepObserver):
         batch, padded = self.batch, decision.descriptor
         if batch is None or decision.mode is not RuntimeMode.FULL:
             return
-        self._layers_must_be_in_place(decision)
         sizes = {batch.num_tokens: padded.num_tokens, batch.num_reqs: padded.num_reqs}
         for path, tensor in tensors_by_path("metadata", metadata):
             rows = tensor.shape[0] if tensor.dim() else None
@@ -231,16 +228,6 @@ class _Observer(StepObserver):
                 self.metadata_faults.append(
                     f"{path} has {rows} rows, for the real size; the FULL graph reads {sizes[rows]}"
                 )
-
-    def _layers_must_be_in_place(self, decision: Decision) -> None:
-        recording = dict(self._prepared.recordings())[decision.graph_index]
-        read = {tensor.untyped_storage().data_ptr() for tensor in recording.ownership.found()}
-        now = addresses(self._prepared._core.steps.context.layers)
-        for name, place in self._layers.items():
-            if place[0] in read and (other := now.get(name)) != place:
-                current = "gone" if other is None else hex(other[1])
-                recorded = hex(place[1])
-                raise MovedTensor(name=name, change="moved", recorded=recorded, now=current)
 
     def kept_too_long(self, got: Any) -> Iterator[str]:
         """Results of an earlier step among those of this one."""
