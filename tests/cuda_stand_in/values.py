@@ -258,8 +258,11 @@ def kernel_of(op: Any) -> Callable[..., Any]:
         device = next(
             (t.device for t in tensors), torch.device("cuda", torch.cuda.current_device())
         )
+        by_mask = name == "aten::index.Tensor" and any(
+            _is_tensor(index) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
         with torch.no_grad(), _disable_current_modes(), torch.cuda.device(device):
-            return run(args, kwargs)
+            return (waiting if by_mask else run)(args, kwargs)
 
     return kernel
 
