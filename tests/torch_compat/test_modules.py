@@ -53,6 +53,8 @@ def test_places_of_replaced_tensors_and_modules_are_read():
         return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
     assert [read() for read in reads] == places()
+    held = model[0][0].weight, model[0][0].running_mean
+    assert [modules.weight_place(each, torch.Tensor.data_ptr) for each in held] == places()
     model[0][0].weight = nn.Parameter(torch.ones(2))
     model[0][0].running_mean = torch.ones(2)
     assert [read() for read in reads] == places()

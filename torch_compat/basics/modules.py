@@ -122,6 +122,13 @@ def place_reader(
     return read
 
 
+def weight_place(tensor: torch.Tensor, address: Callable[[torch.Tensor], int]) -> Place:
+    """What such a function returns where it finds `tensor`."""
+    with torch.DisableTorchFunction():
+        views = (tensor.is_conj(),) if tensor.is_complex() else ()
+        return address(tensor), tensor.shape, tensor.stride(), tensor.dtype, *views
+
+
 @lru_cache(maxsize=256)
 def _reader_of(depth: int, table: str, part: str, views: bool) -> Callable[..., Any]:
     """Makes readers of tensors that are this deep in a module: compiling takes 0.1 ms each. With

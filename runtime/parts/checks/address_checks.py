@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ....compile.ir.serialization import dtype_name
 from ....errors import HostValueChanged, MovedTensor, MovedWeight, StaleContext
-from ....torch_compat.basics.modules import Place, place_of, place_reader
+from ....torch_compat.basics.modules import Place, place_of, place_reader, weight_place
 from ....torch_compat.basics.tensors import (
     form_test,
     has_plain_memory,
@@ -88,13 +88,13 @@ class Addresses:
     def watch_read(self, name: str, read: Callable[[], Any]) -> None:
         """Watch the tensor that `read` returns, which may be another one at each call."""
 
-        def place_of(part: str) -> Place | None:
+        def place_of_part(part: str) -> Place | None:
             try:
-                return self._place(attrgetter(part)(read()) if part else read())
+                return self._place_of(read(), part)
             except (AttributeError, TypeError):
                 return None
 
-        self._watch_parts(name, read(), lambda part: partial(place_of, part))
+        self._watch_parts(name, read(), lambda part: partial(place_of_part, part))
 
     def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """Watch parameters and buffers by qualified name; also replaced ones, and those of replaced
@@ -116,24 +116,38 @@ class Addresses:
         else:
             self._watched[name] = _Watched(name, read)
 
-    def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
+    def snapshot(
+        self, names: Iterable[str] | None = None, bound: Mapping[str, Tensor] | None = None
+    ) -> Snapshot:
         """Current places of the tensors called `names`, on which code without a graph relies; by
-        default of all watched ones, for a graph."""
+        default of all watched ones, for a graph. `bound` are those that the code itself holds and
+        reads, whatever their names refer to now: a graph of it has the places of these."""
         of_graph = names is None
         names = self._parts if names is None else names
-        parts = [part for name in names for part in self._parts[name]]
-        return Snapshot(self, [self._watched[part] for part in parts], of_graph)
+        entries = [entry for name in names for entry in self._places(name, (bound or {}).get(name))]
+        return Snapshot(self, entries, of_graph)
+
+    def _places(self, name: str, bound: Tensor | None) -> Iterator[tuple[_Watched, Place | None]]:
+        for label in self._parts[name]:
+            watched, part = self._watched[label], label.removeprefix(name).lstrip(".")
+            yield watched, watched.read() if bound is None else self._place_of(bound, part)
+
+    def _place_of(self, tensor: Tensor, part: str) -> Place:
+        return weight_place(attrgetter(part)(tensor) if part else tensor, self.address)
 
 
 class Snapshot:
     """The places that one recording, or the compiled code without a graph, relies on."""
 
     def __init__(
-        self, addresses: Addresses, watched: Iterable[_Watched], of_graph: bool = True
+        self,
+        addresses: Addresses,
+        entries: list[tuple[_Watched, Place | None]],
+        of_graph: bool = True,
     ) -> None:
         self._addresses = addresses
         self._of_graph = of_graph
-        self._entries = [(each, each.read()) for each in watched]
+        self._entries = entries
         starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
         in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
         self._in_turn = cycle(in_turn)

@@ -74,6 +74,9 @@ class ChecksPart(Part):
         self._registrations = Registrations(self._compare_all)
         self._code: ModelCode | None = None
         self._of_code: Snapshot = self.addresses.snapshot()
+        self._bound: dict[str, Tensor] = {}
+        """What the code is bound to, by each name: its graphs read these, and not what the model
+        holds at a capture."""
         self._memory: dict[ModelCode, CheckStep | None] = {}
         self._model: ModelCheck | None = None
         self._accepted = set[str]()
@@ -187,7 +190,8 @@ class ChecksPart(Part):
             self._find_shared()
 
     def captured(self, graph: InstalledGraph) -> None:
-        recording, addresses, metadata = graph.recording, self.addresses.snapshot(), None
+        recording, metadata = graph.recording, None
+        addresses = self.addresses.snapshot(bound=self._bound)
         reads: StepReads | None = recording.notes
         noted, names = (reads.tensors, reads.names) if reads else ({}, {})
         addresses.values = self._host_values(graph)
@@ -218,7 +222,7 @@ class ChecksPart(Part):
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
         self._code = self._model = None
-        self._memory = {}
+        self._memory, self._bound = {}, {}
 
     def _addresses(
         self, name: str, places: Snapshot | MetadataAddresses, often: str, in_turn: bool = False
@@ -247,8 +251,8 @@ class ChecksPart(Part):
         }
         addresses.watch_module(compiled.model, named)
         self._registrations.watch(compiled.model)
-        of_code = {**compiled.weights, **named} if compiled.traced else compiled.weights
-        self._of_code = addresses.snapshot(of_code)
+        self._bound = {**compiled.weights, **named} if compiled.traced else {**compiled.weights}
+        self._of_code = addresses.snapshot(self._bound, self._bound)
         self._find_shared()
         if compiled.conditions:
             places = partial(checked, compiled.conditions, compiled.model)

@@ -22,6 +22,7 @@ from piecegraph.errors import (
     CallFormUnknown,
     InputsShareMemory,
     InvalidSetting,
+    MovedTensor,
     SizeOutOfRange,
 )
 from piecegraph.events import Events
@@ -395,3 +396,12 @@ def test_the_next_start_loads_all_forms_from_one_bundle(tmp_path, monkeypatch):
     assert (cold["dynamo_traces"], warm["dynamo_traces"]) == (3, 0)
     assert (first.compiled.from_bundle, second.compiled.from_bundle) == (False, True)
     assert second.report()["cache"]["verified"] is True
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_replaced_weight_that_one_form_alone_reads_is_an_error(late):
+    prepared = served(strategy="lazy") if late else served()
+    prepared.capture()
+    prepared.compiled.model.gate = nn.Parameter(torch.rand(HIDDEN), requires_grad=False)
+    with pytest.raises(MovedTensor, match="gate"):
+        step(prepared, 1, 2)

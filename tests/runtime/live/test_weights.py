@@ -132,6 +132,48 @@ def test_a_replaced_weight_is_noticed_by_the_next_step(serve, change, lengths, e
         served.step(*lengths)
 
 
+@pytest.mark.parametrize("how", ["step", "idle", "after a release"])
+@pytest.mark.parametrize("change", [replace_weight, replace_module])
+def test_a_graph_captured_after_a_weight_was_replaced_has_the_old_one(serve, change, how):
+    late = how != "after a release"
+    served = serve(options=LATE, strategy="lazy" if late else "eager")
+    served.prepared.capture()
+    if not late:
+        served.prepared.release(keep="plan")
+    name = change(served.model)
+    if how == "idle":
+        while served.prepared.capture_idle(1e9):
+            pass
+    for _ in range(2):
+        with pytest.raises(MovedTensor, match=name):
+            served.step(1, 1)
+    assert served.captured()
+    assert list(served.prepared.refresh()) == served.captured()
+    served.step(1, 1)
+    assert not served.prepared.refresh()
+
+
+@pytest.mark.parametrize("change", [move_weight, swap_data])
+def test_a_graph_captured_after_a_weights_data_moved_reads_them(serve, change):
+    served = serve(options=LATE, strategy="lazy")
+    served.prepared.capture()
+    change(served.model)
+    served.step(1, 1)
+    assert served.captured()
+
+
+def test_code_that_is_kept_does_not_hide_that_a_weight_was_replaced(serve):
+    served = serve(options=LATE)
+    served.prepared.capture()
+    name = replace_weight(served.model)
+    served.prepared.accept_changes()
+    served.prepared.capture()  # binds the code, and leaves graphs as they are
+    with pytest.raises(MovedTensor, match=name):
+        served.step(1, 1)
+    served.prepared.release(keep="plan")
+    served.step(1, 1)
+
+
 @pytest.mark.parametrize("change", [move_weight, swap_data])
 def test_a_refresh_tells_other_prepared_models_of_the_module(serve, change):
     first = captured(serve, options=LATE)
