@@ -217,23 +217,22 @@ def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition
 
 
 def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
-    for trace in data.get(TRACES, [data]):
-        yield from filter(None, checked(trace, model, sorted(trace["roots"])))
-        for name, recorded in trace["environment"].items():
-            if (now := environment.observed(name)) != recorded:
-                old, new = ("unset" if value is None else str(value) for value in (recorded, now))
-                yield BrokenCondition(f"environment variable {name}", old, new)
+    yield from filter(None, checked(data, model, everywhere=True))
 
 
 def checked(
-    data: Mapping[str, Any], model: torch.nn.Module, roots: Sequence[str] = (MODEL,)
+    data: Mapping[str, Any], model: torch.nn.Module, everywhere: bool = False
 ) -> Iterator[BrokenCondition | None]:
-    """Check the conditions at and below `roots`, by default those on the model itself.
+    """Check the conditions on the model itself, or all: globals, classes, the environment, ….
 
     Yields those that do not hold, and None after each place, so that a check may go on later.
     """
     for trace in data.get(TRACES, [data]):
-        yield from _checked(trace, model, roots)
+        yield from _checked(trace, model, sorted(trace["roots"]) if everywhere else [MODEL])
+        for name, recorded in trace["environment"].items() if everywhere else ():
+            if (now := environment.observed(name)) != recorded:
+                old, new = ("unset" if value is None else str(value) for value in (recorded, now))
+                yield BrokenCondition(f"environment variable {name}", old, new)
 
 
 def _checked(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -171,6 +173,54 @@ def test_a_change_is_an_error(model, prepared, monkeypatch, change):
     assert text in str(refused.value)
     with pytest.raises(ModelChanged):  # known by now
         step(prepared, x)
+
+
+FACTOR = 1.0
+
+
+class Reading(nn.Module):
+    """A model that reads a global and the environment, and calls functions of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) * FACTOR * float(os.environ.get("OF_A_TEST", "1"))
+
+
+def double(self, x):
+    return nn.functional.linear(x, self.weight, self.bias) * 2
+
+
+BEYOND_THE_MODEL = {
+    "global": (lambda p: p.setitem(globals(), "FACTOR", 2.0), "['FACTOR']: 1.0 -> 2.0"),
+    "variable": (lambda p: p.setenv("OF_A_TEST", "2"), "variable OF_A_TEST: unset -> 2"),
+    "method": (lambda p: p.setattr(nn.Linear, "forward", double), "Linear.forward"),
+    "function": (lambda p: p.setattr(nn.functional, "linear", torch.matmul), "linear"),
+    "hook": (
+        lambda p: p.setitem(nn.modules.module._global_forward_hooks, 0, hook),
+        "_global_forward_hooks length: 0 items -> 1 items",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", BEYOND_THE_MODEL)
+def test_a_refresh_checks_all_that_the_trace_relied_on(monkeypatch, change):
+    """As the start of another process does that finds the bundle; a step has no time for it."""
+    settings = {"compiler": "eager", "cache": False, "inputs": {"x": "float32[num_tokens,8]"}}
+    model, x = Reading().requires_grad_(False), torch.randn(5, 8)
+    prepared = pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+    prepared.capture()
+    assert prepared.refresh() == ()
+    make, text = BEYOND_THE_MODEL[change]
+    with monkeypatch.context() as patched:
+        make(patched)
+        with pytest.raises(ModelChanged, match=re.escape(text)):
+            prepared.refresh()
+        with pytest.raises(ModelChanged):
+            step(prepared, x)
+    torch.testing.assert_close(step(prepared, x), model(x))
 
 
 @pytest.fixture

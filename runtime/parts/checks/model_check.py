@@ -1,13 +1,14 @@
 """Notices that a model is no longer what its trace relied on: an adapter switched, a hook added.
 
 Compiled code and graphs hold what the model was. What a warm start checks of the model is checked
-while it serves, too: all of it by `refresh`, and before each step a part, in turn. Of a model that
-is not traced its state is compared, as long as there are graphs.
+while it serves, too: all that the trace relied on by `refresh`, and before each step a part of
+what is on the model itself, in turn. Of a model that is not traced its state is compared, as long
+as there are graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import perf_counter
 
 from ....compile.conditions.conditions import BrokenCondition
@@ -28,22 +29,28 @@ SHOWN = 3
 """How many changes an error names."""
 
 
-Checked = Callable[[], Iterator[BrokenCondition | None]]
+Checked = Callable[[], Iterable[BrokenCondition | None]]
 """Looks at all places once: yields what is different there, and None after each."""
 
 
 class ModelCheck:
-    """Checks the model by `checked`, except at the places in `accepted`."""
+    """Checks the model by `checked`, except at the places in `accepted`.
 
-    def __init__(self, checked: Checked, accepted: set[str]) -> None:
+    `all_checked` looks at more than a step has time for: globals, classes, the environment.
+    """
+
+    def __init__(
+        self, checked: Checked, accepted: set[str], all_checked: Checked | None = None
+    ) -> None:
         self._checked = checked
+        self._all_checked = all_checked or checked
         self._accepted = accepted
         self._places = self._in_turn()
         self._due = perf_counter()  # before that a step pays for one look at the clock
 
     def changes(self) -> list[BrokenCondition]:
         """What is different from what the trace relied on."""
-        return [each for each in self._each_place() if each is not None]
+        return [each for each in self._each_place(self._all_checked) if each is not None]
 
     def accept(self) -> list[str]:
         """Check the places that are different now no more; returns the changes."""
@@ -52,7 +59,7 @@ class ModelCheck:
         return [str(each) for each in changes]
 
     def check(self) -> None:
-        """Check all of the model. Raises ModelChanged."""
+        """Check all. Raises ModelChanged."""
         changes = [str(each) for each in self.changes()]
         if changes:
             self._due = _CHANGED
@@ -77,9 +84,9 @@ class ModelCheck:
             now = perf_counter()
         self._due = now + (now - until) / SHARE
 
-    def _each_place(self) -> Iterator[BrokenCondition | None]:
+    def _each_place(self, checked: Checked) -> Iterator[BrokenCondition | None]:
         """Without the model's own forward: an engine replaces it by one that runs steps."""
-        for broken in self._checked():
+        for broken in checked():
             accepted = broken is not None and (
                 broken.what in self._accepted or broken.what.startswith(OWN_FORWARD)
             )
@@ -87,5 +94,5 @@ class ModelCheck:
 
     def _in_turn(self) -> Iterator[BrokenCondition | None]:
         while True:
-            yield from self._each_place()
+            yield from self._each_place(self._checked)
             yield None

@@ -255,8 +255,9 @@ class ChecksPart(Part):
         self._of_code = addresses.snapshot(self._bound, self._bound)
         self._find_shared()
         if compiled.conditions:
-            places = partial(checked, compiled.conditions, compiled.model)
-            self._model = ModelCheck(places, self._accepted)
+            relied = compiled.conditions, compiled.model
+            everywhere = partial(checked, *relied, everywhere=True)
+            self._model = ModelCheck(partial(checked, *relied), self._accepted, everywhere)
 
     def _find_shared(self) -> None:
         codes = self._core.steps.codes
