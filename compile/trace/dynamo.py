@@ -128,9 +128,10 @@ def trace(request: CompileRequest) -> Trace:
         splits = is_splitting(graph.graph, config)
         conditions = record_conditions(model, captured, locator, splits)
     structure, returned = _structure(captured, model, examples)
-    for leaf in returned:
+    sizes = _sizes_alone(captured, sources, examples)
+    for leaf in [each for each in examples.leaves() if each.label in sizes] + returned:
         if leaf not in sources.values():
-            node = _add_input(captured, leaf, sources, examples)
+            node = _add_input(captured, leaf, sources, examples, sizes.get(leaf.label, {}))
             sources[node], tensors[node] = leaf, leaf.value
     return Trace(
         graph=graph,
@@ -285,15 +286,34 @@ def _structure(
     return with_refs(result, ref), list(returned.values())
 
 
+def _sizes_alone(
+    captured: Captured, sources: Mapping[Node, Leaf | str | Place | None], examples: Examples
+) -> dict[str, dict[int, torch.SymInt]]:
+    """By argument and dimension the sizes of which Dynamo made inputs of the graph, and of the
+    argument none: nothing else of it is read."""
+    shapes = [node.meta["example_value"].shape for node, leaf in sources.items() if leaf]
+    known = {expression_of(size) for shape in shapes for size in shape if not isinstance(size, int)}
+    found: dict[str, dict[int, torch.SymInt]] = {}
+    labels = {id(leaf.value): leaf.label for leaf in examples.leaves()}
+    for node in (node for node, source in sources.items() if source is None):
+        read = re.fullmatch(r"(.+)\.size\(\)\[(\d+)\]", input_source(node))
+        if read and expression_of(size := node.meta["example_value"]) not in known:
+            label = labels[id(eval(read[1], {"L": captured.local_scope}))]
+            found.setdefault(label, {})[int(read[2])] = size
+    return found
+
+
 def _add_input(
     captured: Captured,
     leaf: Leaf,
     sources: Mapping[Node, Leaf | str | Place | None],
     examples: Examples,
+    own: Mapping[int, torch.SymInt],
 ) -> Node:
-    """Add an argument that is only returned, of which Dynamo makes no input, to the graph.
+    """Add an argument that is only returned or asked for its sizes, of which Dynamo makes no input,
+    to the graph. `own` are the sizes it was asked for.
 
-    Raises ReturnedUnread if no other argument has one of its dynamic sizes.
+    Raises ReturnedUnread if no other argument has one of its other dynamic sizes.
     """
     sizes = {
         examples.symbols.get((source.label, dim)): size
@@ -304,9 +324,9 @@ def _add_input(
     value, shape = leaf.value, list(leaf.value.shape)
     for dim in range(value.dim()):
         if (symbol := examples.symbols.get((leaf.label, dim))) is not None:
-            if symbol not in sizes:
+            if dim not in own and symbol not in sizes:
                 raise ReturnedUnread(name=leaf.label, dim=dim)
-            shape[dim] = sizes[symbol]
+            shape[dim] = own.get(dim, sizes.get(symbol))
     graph = captured.graph.graph
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         node = graph.placeholder(re.sub(r"\W+", "_", f"returned_{leaf.label}"))

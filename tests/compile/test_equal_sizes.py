@@ -66,3 +66,33 @@ def test_a_piece_without_results_is_compiled_for_the_sizes_of_the_trace(compiled
     for size in (1, 7, 64):
         x, y = torch.rand(size, 8), torch.rand(size, 8)
         torch.testing.assert_close(made(x, y), NoResult()(x, y))
+
+
+class OnlySized(nn.Module):
+    """Reads nothing of `y` but its sizes, of which one is compared."""
+
+    def forward(self, x, y):
+        return x * y.shape[0] + (torch.arange(8) < y.shape[1]), y.shape[1]
+
+
+ONLY_SIZED = {
+    "the same": "float32[num_tokens, 8]",
+    "fixed": "float32[3, 8]",
+}
+
+
+@pytest.mark.parametrize("shapes", DynamicShapes)
+@pytest.mark.parametrize("form", ONLY_SIZED)
+def test_an_input_of_which_only_the_sizes_are_read_gives_them(compiled, shapes, form):
+    inputs = {"x": ONLY_SIZED[form], "y": "float32[num_tokens, num_more]"}
+    limits = {"num_more": [2, 9]}
+    settings = {"dynamic_shapes": shapes, "symbol_limits": limits}
+    made = compiled(model := OnlySized(), inputs=inputs, tracing=settings)
+    assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens", "num_more"]
+    for size in (5, 8):
+        x, y = torch.rand(size if form == "the same" else 3, 8), torch.rand(size, size - 2)
+        result, more = made(x, y)
+        assert (more, torch.equal(result, model(x, y)[0])) == (size - 2, True)
+    if form == "the same":
+        with pytest.raises(InputMismatch, match="'y'"):
+            made(torch.rand(8, 8), torch.rand(4, 8))
