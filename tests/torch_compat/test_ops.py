@@ -341,6 +341,12 @@ def test_arguments_that_are_sizes_are_told_from_numbers():
     assert (numbers[1], sizes) == (5, [])
 
 
+def test_an_integer_of_an_operator_of_others_is_a_number(library):
+    library.define("times(Tensor x, SymInt n, int[] m) -> Tensor")
+    op = torch.ops.piecegraph_ops.times.default
+    assert ops.scalar_and_size_arguments(op, (None, 5), {"m": [2]}) == ([None, 5, [2]], [])
+
+
 def test_a_collective_writes_its_arguments_and_is_awaited():
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

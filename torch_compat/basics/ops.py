@@ -142,11 +142,15 @@ def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool
 
 
 def scalar_and_size_arguments(op: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments of a call of `op` by their type: numbers and tensors, then sizes (SymInt)."""
+    """The arguments of a call of `op` by their type: numbers and tensors, then sizes (SymInt).
+
+    What an operator of others does with an integer is not known: it is a number.
+    """
     numbers, sizes = list[Any](), list[Any]()
     for position, argument in enumerate(op._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        (sizes if "int" in str(argument.type) else numbers).append(value)
+        is_size = "int" in str(argument.type) and op.namespace in ("aten", "prims")
+        (sizes if is_size else numbers).append(value)
     return numbers, sizes
 
 

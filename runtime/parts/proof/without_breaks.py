@@ -19,6 +19,7 @@ from ....torch_compat.basics.ops import OpOverload, is_collective
 from ....torch_compat.basics.tensors import (
     FakeTensorMode,
     storage_id,
+    tree_leaves,
     tree_map_only,
     without_modes,
 )
@@ -54,7 +55,7 @@ class WithoutBreaks:
         self._key = device.type.upper()
         self._buffers = {storage_id(t): name for name, t in compiled.model.named_buffers()}
         self.arguments: list[str] = []
-        """A name for each tensor that breaks were given."""
+        """A name for each tensor and number that breaks were given."""
         self.forms: list[Shape] = []
         """Of each tensor that breaks returned or wrote."""
         self.alike = False
@@ -101,12 +102,20 @@ class WithoutBreaks:
         pairs = zip(tensors_in((args, kwargs)), tensors_in(fakes), strict=True)
         made = [(one, each) for one, each in pairs if self._made.ownership.is_made(one)]
         for tensor, _ in made:
-            self.arguments.append(f"argument {len(self.arguments)} of {name}")
-            self._given.append(tensor.clone())
+            self._give(tensor.clone(), name)
+        for number in (
+            each for each in tree_leaves((args, kwargs)) if isinstance(each, int | float)
+        ):
+            self._give(torch.tensor(number, device="cpu"), name)
+            self.named[self.arguments[-1]] = self.arguments[-1], user_line()
         for tensor, each in made:
             if writes.include(each):
                 tensor.copy_(self._made_up(tensor))
         return tree_map_only(Tensor, self._made_up, result)
+
+    def _give(self, value: Tensor, name: str) -> None:
+        self.arguments.append(f"argument {len(self.arguments)} of {name}")
+        self._given.append(value)
 
     def run_piece(self, fn: Callable[..., Any], args: Any) -> Any:
         """Run code of Inductor: it made the results that are in no memory that it was given."""

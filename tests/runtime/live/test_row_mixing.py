@@ -169,6 +169,11 @@ def find_mixed_rows_of(model):
 
 
 OPS = torch.library.Library("row_mixing", "FRAGMENT")
+OPS.define("times(Tensor x, SymInt n) -> Tensor")
+OPS.define("times_int(Tensor x, int n) -> Tensor")
+for name in ("times", "times_int"):
+    OPS.impl(name, lambda x, n: x * n, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"row_mixing::{name}", lambda x, n: torch.empty_like(x), lib=OPS)
 OPS.define("attend(Tensor query, Tensor(a!) output) -> ()")
 
 
@@ -190,6 +195,22 @@ class Attention(nn.Module):
         query = query + heads.view(-1, 4)
         torch.ops.row_mixing.attend(query, output)
         return output + 1
+
+
+@pytest.mark.parametrize("op", ["times", "times_int"])
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_number_of_tokens_that_a_splitting_op_is_given_is_that_of_the_batch(op, compile):
+    if compile and op == "times_int":
+        return  # its trace is one of a single size
+    call = getattr(torch.ops.row_mixing, op)
+    settings = {"compile": compile, "splitting_ops": (f"row_mixing::{op}",)}
+    prepared, model = prepared_for(lambda y: call(y, y.shape[0]) + 1, **settings)
+    for num_tokens in (1, 2, 3, 4, 7):
+        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
+        result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
+        torch.testing.assert_close(result, model(x, ids))
+    found = prepared.report()["rows_mixed"]
+    assert found and all("test_row_mixing.py:" in each["where"] for each in found)
 
 
 @pytest.mark.parametrize("mixes", [False, True])
