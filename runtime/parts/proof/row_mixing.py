@@ -13,8 +13,9 @@ inputs, padded and at the real size, and its results and what it wrote are compa
 
 What was found is kept in the cache, since looking takes longer than a warm start. It is known again
 for the same code, weights and sizes. The code is a bundle's, whose digest holds every byte of it,
-and may call no operator of others, whose kernels have no digest. Of each weight 64 elements are
-compared: weights that are random, trained or merged differ everywhere.
+and may call no operator of others, whose kernels have no digest. Of a parameter, and of a buffer
+above 16 MiB, 64 elements are compared: what others would show that zeros and ones of parameters
+hide is looked for, too, by runs with other values in their place.
 
 Each run starts from the same state: what it writes is undone. While an engine compiles beside its
 steps, pieces that only compute are looked at there: the steps see nothing of it. A model that is
@@ -26,6 +27,7 @@ company.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import re
@@ -41,8 +43,10 @@ from ....compile.ir.locations import handled
 from ....compile.ir.plan import PieceStep, Plan
 from ....compile.plan.compiled_model import CompiledModel
 from ....errors import OtherRowsWritten, ResultNotAsTraced
+from ...core.preserved import WHOLE
 from ...core.records import RowsMixed
 from .row_trials import Sizes, Trials, any_sizes
+from .varied_weights import any_values
 from .without_breaks import WithoutBreaks
 
 _PADDING = 3
@@ -221,7 +225,8 @@ def _key(compiled: CompiledModel, **asked: Any) -> Key | None:
 
 
 def _elements(weights: Iterable[torch.Tensor]) -> bytes:
-    """Of each weight an element in each of `_SAMPLED` rows, in other columns."""
+    """Of each weight an element in each of `_SAMPLED` rows, in other columns. All of a buffer: its
+    values may be what keeps rows apart."""
     number = torch.arange(_SAMPLED, device="cpu")
 
     @functools.cache
@@ -230,9 +235,13 @@ def _elements(weights: Iterable[torch.Tensor]) -> bytes:
         columns = [number * step % n for n, step in zip(shape[1:], _STEPS, strict=False)]
         return (*rows, *columns)
 
-    sampled = (w.detach()[places(w.shape)].reshape(-1) for w in weights if w.numel())
-    parts = [each.view(torch.uint8).cpu() for each in sampled]
-    return bytes(torch.cat(parts).tolist()) if parts else b""
+    def compared(weight: torch.Tensor) -> torch.Tensor:
+        whole = weight.nbytes <= WHOLE and not any_values(weight)
+        return weight.detach() if whole else weight.detach()[places(weight.shape)]
+
+    parts = [compared(w).reshape(-1).view(torch.uint8).cpu() for w in weights if w.numel()]
+    content = torch.cat(parts) if parts else torch.empty(0, device="cpu")
+    return ctypes.string_at(content.data_ptr(), content.nbytes)
 
 
 def _digest(content: bytes) -> str:

@@ -20,6 +20,7 @@ from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
 from .op_rows import OnlyComputes, OpRows, beyond, run_source
+from .varied_weights import in_place_of, varied
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
 
 Sizes = Mapping[str, int]
@@ -85,6 +86,8 @@ class Trials:
     device: torch.device
     largest: Sizes
     sentinels: Mapping[str, float]
+    varies: bool = True
+    """Whether runs have other values of weights where theirs may hide something."""
     _made: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """By seed for each argument rows, and extreme ones."""
     _forms: dict[int, list[Shape]] = field(default_factory=dict)
@@ -119,6 +122,20 @@ class Trials:
         """By the names of weights."""
         return {weight.name: weight.target for weight in self.compiled.plan.weights}
 
+    @cached_property
+    def _weights(self) -> Mapping[str, Tensor]:
+        """By name those that runs read."""
+        if self.untraced is not None:
+            return dict(self.compiled.model.named_parameters())
+        weights = {w.name: w for w in self.compiled.plan.weights if not w.written}
+        read = [weights[name] for name in self.step.args if name in weights]
+        return {weight.target: self.compiled.weights[weight.target] for weight in read}
+
+    @cached_property
+    def _varied(self) -> Mapping[str, Tensor]:
+        """By name those with other values."""
+        return varied(self._weights)
+
     def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""
 
@@ -133,7 +150,10 @@ class Trials:
                 found |= {name: rows.any().view(1) for name, rows in depends.items()}
             return found
 
-        return self._confirmed(test, real, padded)
+        self.varies = False
+        found = self._confirmed(test, real, padded)
+        self.varies = True
+        return found or (self._confirmed(test, real, padded) if self._varied else None)
 
     def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
         """Sizes beyond which batches must not be padded: below `size`, for a batch of `first`
@@ -273,7 +293,8 @@ class Trials:
         self, seed: int, real: Sizes, padded: Sizes, padding: Padding, moved: bool
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """The arguments of a run, and those that it has to itself by name."""
-        plan, weights = self.compiled.plan, self.compiled.weights
+        plan, weights = self.compiled.plan, dict(self.compiled.weights)
+        weights.update(self._varied if self.varies and self.untraced is None else {})
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
         for name, (rows, extreme) in zip(self.step.args, self._inputs(seed), strict=True):
@@ -316,7 +337,8 @@ class Trials:
         else:
             forms = self._forms.get(real[TOKENS]) if padding is not Padding.RANDOM else None
             self.untraced.alike = seed in _ALIKE
-            with ops or nullcontext():
+            others = self._varied if self.varies else {}
+            with ops or nullcontext(), in_place_of(self._weights, others):
                 results, state = self.untraced.run(args, pointers, forms)
             names = [*self.step.outs, *self.untraced.arguments]
             if real == padded:

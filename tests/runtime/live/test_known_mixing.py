@@ -79,6 +79,26 @@ def test_weights_of_which_one_element_differs_are_looked_at(prepare_live, looked
     assert looked
 
 
+class Masked(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.eye(HIDDEN))
+
+    def forward(self, x):
+        return super().forward(x) @ self.mask
+
+
+def test_buffers_of_which_any_element_differs_are_looked_at(prepare_live, looked):
+    model = Masked()
+    prepare_live(model)
+    looked.clear()
+    prepare_live(model)
+    assert not looked
+    model.mask[0, 1] = 1
+    prepare_live(model)
+    assert looked
+
+
 def test_kernels_of_others_are_looked_at_by_each_start(start, looked, twice_op):
     for _ in range(2):
         looked.clear()

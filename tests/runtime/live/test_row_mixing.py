@@ -160,10 +160,40 @@ def test_the_check_leaves_no_trace():
     assert torch.equal(torch.rand(3), drawn)
 
 
-def find_mixed_rows_of(model):
+HIDING = {
+    "sum": (0.0, lambda m, x: x + x.exp().sum(0) * m.gate),
+    "difference": (1.0, lambda m, x: x * m.gate + x.exp().sum(0) * (1 - m.gate)),
+    "number": (0.0, lambda m, x: x * (1 + m.gate * x.shape[0])),
+    "kept apart by a mask": (0.0, lambda m, x: m.mask[: x.shape[0], : x.shape[0]] @ x + m.gate),
+}
+
+
+class Gated(nn.Module):
+    def __init__(self, case):
+        super().__init__()
+        gate, self.last = HIDING[case]
+        self.gate = nn.Parameter(torch.full((4,), gate), requires_grad=False)
+        self.register_buffer("mask", torch.eye(16))
+
+    def forward(self, x, ids):
+        return self.last(self, x) + ids[:, None]
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("case", HIDING)
+def test_what_zeros_and_ones_of_weights_hide_is_found(case, compile):
+    """Values that are loaded later, in place, may show it."""
+    model = Gated(case)
+    place = model.gate.data_ptr()
+    config = {"max_num_tokens": 16, "capture_sizes": (4, 8), "compile": compile}
+    assert bool(find_mixed_rows_of(model, **config)) == (case != "kept apart by a mask")
+    assert (model.gate.data_ptr(), model.gate.tolist()) == (place, [HIDING[case][0]] * 4)
+
+
+def find_mixed_rows_of(model, **settings):
     config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
     config = config.changed(
-        compiler="eager", cache=False, graph_mode="FULL", attention={"support": 3}
+        compiler="eager", cache=False, graph_mode="FULL", attention={"support": 3}, **settings
     )
     return prepare(model, config).report()["rows_mixed"]
 
@@ -197,11 +227,11 @@ class Attention(nn.Module):
         return output + 1
 
 
-@pytest.mark.parametrize("op", ["times", "times_int"])
-@pytest.mark.parametrize("compile", [True, False])
+# a trace of `times_int` is one of a single size
+@pytest.mark.parametrize(
+    ("op", "compile"), [("times", True), ("times", False), ("times_int", False)]
+)
 def test_a_number_of_tokens_that_a_splitting_op_is_given_is_that_of_the_batch(op, compile):
-    if compile and op == "times_int":
-        return  # its trace is one of a single size
     call = getattr(torch.ops.row_mixing, op)
     settings = {"compile": compile, "splitting_ops": (f"row_mixing::{op}",)}
     prepared, model = prepared_for(lambda y: call(y, y.shape[0]) + 1, **settings)
@@ -210,7 +240,8 @@ def test_a_number_of_tokens_that_a_splitting_op_is_given_is_that_of_the_batch(op
         result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
         torch.testing.assert_close(result, model(x, ids))
     found = prepared.report()["rows_mixed"]
-    assert found and all("test_row_mixing.py:" in each["where"] for each in found)
+    assert found
+    assert all("test_row_mixing.py:" in each["where"] for each in found)
 
 
 @pytest.mark.parametrize("mixes", [False, True])
