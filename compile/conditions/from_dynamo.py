@@ -47,6 +47,8 @@ from .values import (
     unwrapped,
 )
 
+_OF_ATTRIBUTE = ("hasattr", "in __dict__", "has its own")
+"""Kinds of conditions whose argument is the name of an attribute."""
 _CALLED_METHODS = ("__class_getitem__", "_missing_")
 _METACLASS_METHODS = ("__call__", "__getitem__", "__iter__", "__len__", "__contains__")
 """Methods that Dynamo calls while tracing, or may call, to get a constant."""
@@ -125,7 +127,7 @@ class _TraceConditions:
             return  # an environment variable is recorded by name
         if (root, steps) == ("os", VARIABLES_AT) and kind in ("keys", "length"):
             raise Undescribable("os.environ", "is read as a whole")
-        of_attribute = kind in ("hasattr", "in __dict__")
+        of_attribute = kind in _OF_ATTRIBUTE
         if id(value) in self._weights and not of_attribute:
             return  # the form of each weight is in the key
         if guard.kind == "EMPTY_NN_MODULE_HOOKS_DICT":
@@ -144,7 +146,7 @@ class _TraceConditions:
         value, argument = located.value, None
         if guard.kind == UNGUARDED and plain_text(value) is None:
             kind = TYPE  # what was read of it has guards
-        if kind in ("hasattr", "in __dict__"):
+        if kind in _OF_ATTRIBUTE:
             argument = guard.argument
         elif kind == "contains":
             try:

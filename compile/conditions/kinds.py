@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...torch_compat.basics.facts import CALLED
+from ...torch_compat.basics.facts import CALLED, FALLBACK
 from ...torch_compat.basics.frames import is_torch_file
 from ..ir.serialization import decode
 from .code import bound_text, code_parts, function_with_values
@@ -107,6 +107,12 @@ def _attribute(cls: Any, name: str) -> str:
     return bound_text(held) if is_versioned else stable_text(code_parts(held, name))
 
 
+def _has_own(value: Any, name: str) -> str:
+    """Whether a value, or its class, has an attribute without `__getattr__`."""
+    holders = (value, *getattr(value, "__mro__", ()), *type(value).__mro__)
+    return str(any(name in getattr(each, "__dict__", ()) for each in holders))
+
+
 def _result(function: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
     """What a function returns that Dynamo called while tracing, and that a start calls again."""
     positional, named = arguments
@@ -142,6 +148,7 @@ KINDS: Mapping[str, Kind] = {
         lambda value, name: str(name in getattr(value, "__dict__", ())),
         ("NOT_PRESENT_IN_GENERIC_DICT",),
     ),
+    "has its own": Kind(_has_own, (FALLBACK,)),
     "hooks": Kind(lambda value, _: f"{sum([len(getattr(value, h, ())) for h in HOOKS])} hooks"),
     "code": Kind(_code),
     "added": Kind(_added, is_shown=True),

@@ -75,6 +75,10 @@ CHANGES = {
     "method": (lambda m: setattr(m.layers[1], "forward", m.layers[0].forward), "layers.1"),
     "module": (lambda m: setattr(m, "dropout", nn.Identity()), "dropout"),
     "appended": (lambda m: m.layers.append(Adapted()), "layers keys"),
+    "hidden": (
+        lambda m: vars(m).update(dropout=nn.Identity()),
+        "model has its own 'dropout': False",
+    ),
 }
 
 
@@ -85,6 +89,9 @@ class Held:
 
     def __init__(self):
         self.k = self.unread = 1.0
+
+    def of_method(self):
+        return 1.0
 
 
 DEFAULT = Held()
@@ -98,7 +105,9 @@ class Holding(Model):
 
     def forward(self, x, default=DEFAULT):
         held = self.held
-        read = held.k * held.of_class * self.listed[0].k * default.k * self.space.k
+        read = (
+            held.k * held.of_method() * held.of_class * self.listed[0].k * default.k * self.space.k
+        )
         read *= self.array[0] * self.part() * self.recent[0] * getattr(held, "extra", 1.0)
         return super().forward(x) * read
 
@@ -115,6 +124,7 @@ UNTRACED = {
     "merged": (CHANGES["merged"][0], "layers.0.merged: [] -> ['a']"),
     "hook": (CHANGES["hook"][0], "layers.1.base._forward_hooks: [] -> [["),
     "appended": (CHANGES["appended"][0], "layers.3: none -> Adapted"),
+    "hidden": (CHANGES["hidden"][0], "model.dropout: Dropout -> Identity"),
     "removed": (lambda m: m.layers.__delitem__(2), "layers.2: Adapted -> none"),
     "setting": (lambda m: setattr(m.settings, "heads", 4), "settings.heads: 2 -> 4"),
     "function": (lambda m: setattr(m, "act", torch.tanh), "act: relu -> tanh"),
@@ -123,6 +133,7 @@ UNTRACED = {
     "deque": (lambda m: m.recent.append(3), "recent: [1] -> [1, 3]"),
     "namespace": (lambda m: setattr(m.space, "k", 3), "space.k: 1 -> 3"),
     "of an object": (lambda m: setattr(m.held, "k", 3.0), "model.held.k: 1.0 -> 3.0"),
+    "a method": (lambda m: setattr(m.held, "of_method", float), "held.of_method: <bound method"),
     "appears": (lambda m: setattr(m.held, "extra", 3), "model.held.extra: 'missing' -> 3"),
     "of a class": (lambda m: setattr(Held, "of_class", 3.0), "model.held.of_class: 1.0 -> 3.0"),
     "in a list": (lambda m: setattr(m.listed[0], "k", 3.0), "model.listed[0].k: 1.0 -> 3.0"),

@@ -16,13 +16,27 @@ class Options:
     pass
 
 
+class Fallback(torch.nn.Module):
+    def __getattr__(self, name):
+        return 2.0 if name == "answered" else super().__getattr__(name)
+
+
+class Passed(Fallback):
+    pass
+
+
+class Last(Passed):
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.options = Options()
+        self.options, self.last = Options(), Last()
 
     def forward(self, x):
-        x = scaled(x) + len(os.environ.get("PIECEGRAPH_TEST_VARIABLE", ""))
+        x = scaled(x) * self.last.answered + len(os.environ.get("PIECEGRAPH_TEST_VARIABLE", ""))
         try:
             return x * self.options.gain  # here
         except AttributeError:
@@ -57,6 +71,18 @@ def test_what_was_absent_is_recorded_as_a_guard(inlined):
     line = int(str(probe.where).rpartition(":")[2])
     assert "# here" in Path(__file__).read_text().splitlines()[line - 1]
     assert not inlined.class_reads
+
+
+def test_what_a_fallback_answered_is_recorded(inlined):
+    facts = [(each.expression, each.argument) for each in inlined.facts if each.kind == "FALLBACK"]
+    assert ("L['self']", "last") in facts  # by `nn.Module`
+    assert any("last" in expression and name == "answered" for expression, name in facts)
+
+
+def test_a_class_that_super_passes_is_recorded(inlined):
+    passed = [each for each in inlined.facts if each.kind == "NOT_PRESENT_IN_GENERIC_DICT"]
+    found = {(each.expression.partition(".__mro__")[2], each.argument) for each in passed}
+    assert found == {("[1]", "__getattr__")}
 
 
 def test_calls_that_became_constants_are_recorded(inlined):

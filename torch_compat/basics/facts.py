@@ -14,6 +14,10 @@ CLASS_CHECK = "CLASS_CHECK"
 CALLED = "CALLED"
 """Kind of the fact that a function was called while tracing, without being traced."""
 
+FALLBACK = "FALLBACK"
+"""Kind of the fact that `__getattr__` answered for an attribute, which is called for what neither
+the value nor its class has."""
+
 UNGUARDED = "UNGUARDED"
 """Kind of the fact that Dynamo read a value and added no guard on it."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from ..basics.facts import CALLED, CLASS_CHECK, SHARED_CELL, GuardFact
+from ..basics.facts import CALLED, CLASS_CHECK, FALLBACK, SHARED_CELL, GuardFact
 from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
@@ -95,6 +95,12 @@ def inlined_calls() -> Iterator[Inlined]:
         (function, "call_function", _note_kept_result),
         (variables.UserMethodVariable, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
+        (
+            variables.UnspecializedNNModuleVariable,
+            "manually_trace_nn_module_getattr",
+            _note_fallback,
+        ),
+        (variables.SuperVariable, "_resolved_getattr_and_source", _note_super),
         (variables.builder, "make_dupe_guard", _note_alias),
         (variables.builder.VariableBuilder, "__call__", _note_wrapped),
         (variables.BuiltinVariable, "call_function", _note_builtin),
@@ -155,6 +161,8 @@ def _note_function(
 ) -> None:
     code, function = func.get_code(), getattr(func, "fn", None)
     inlined.functions[code] = function if isinstance(function, FunctionType) else None
+    if code.co_name == "__getattr__" and (names := _constants(args[1:])):
+        _note_fallback(inlined, args[0], None, *names)
     if code in _reads_variable():
         if (name := _variable_name(args)) is not None:
             inlined.variables.add(name)
@@ -184,6 +192,27 @@ def _note_result(
     constants = _constants([*args, *kwargs.values()]) if folded else None
     if constants is not None:
         inlined.results.append(FoldedCall(function, constants, {}, _traced_line()))
+
+
+def _note_fallback(inlined: Inlined, variable: Any, tx: Any, name: Any, *_: Any) -> None:
+    """`__getattr__` is called, or what Dynamo does instead for that of `nn.Module`."""
+    if variable.source is not None:
+        inlined.facts.add(GuardFact(str(variable.source.name), FALLBACK, name))
+
+
+def _note_super(inlined: Inlined, variable: Any, tx: Any, name: str) -> None:
+    """`super()` passes classes that do not have an attribute."""
+    source, cls = getattr(variable.objvar, "source", None), None
+    if source is not None:
+        cls, place = variable.objvar.python_type(), f"type({source.name})"
+        if issubclass(cls, type):
+            cls, place = variable.objvar.value, str(source.name)
+    mro, derived = getattr(cls, "__mro__", ()), variable.typevar.as_python_constant()
+    for index in range(mro.index(derived) + 1 if derived in mro else len(mro), len(mro)):
+        if name in vars(mro[index]):
+            return
+        passed = f"{place}.__mro__[{index}]"
+        inlined.facts.add(GuardFact(passed, "NOT_PRESENT_IN_GENERIC_DICT", name))
 
 
 def _note_alias(inlined: Inlined, source: Any, first: Any) -> None:

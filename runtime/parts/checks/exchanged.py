@@ -132,6 +132,10 @@ class Exchanged(Sees):
     def read(self, obj: Any, name: str, value: Any) -> Any:
         of_class = isinstance(value, MethodType | nn.Module) or name in OF_ANY_MODULE
         known = get_ident() == self._thread and id(obj) in self._paths
+        if known and self._in_graph and isinstance(value, MethodType):
+            self.facts.setdefault(
+                (id(obj), name), (f"{self._paths[id(obj)]}.{name}", obj, name, value)
+            )
         if not known or of_class or name.startswith("__"):
             return value
         with self._unobserved():
