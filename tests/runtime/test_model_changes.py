@@ -102,6 +102,8 @@ class Holding(Model):
         super().__init__()
         self.array, self.part, self.recent = np.ones(2), partial(max, [1]), deque([1])
         self.space, self.held, self.listed = SimpleNamespace(k=1), Held(), [Held()]
+        self.plain, self.tensors = {"a": [nn.Linear(8, 8, bias=False)]}, [torch.ones(8)]
+        self.method, self.called = nn.Linear(8, 8).forward, partial(nn.Linear(8, 8))
 
     def forward(self, x, default=DEFAULT):
         held = self.held
@@ -109,7 +111,12 @@ class Holding(Model):
             held.k * held.of_method() * held.of_class * self.listed[0].k * default.k * self.space.k
         )
         read *= self.array[0] * self.part() * self.recent[0] * getattr(held, "extra", 1.0)
+        x = self.called(self.method(self.plain["a"][0](x))) * self.tensors[0]
         return super().forward(x) * read
+
+
+def in_plain(model):
+    return model.plain["a"][0]
 
 
 @dataclass
@@ -137,6 +144,24 @@ UNTRACED = {
     "appears": (lambda m: setattr(m.held, "extra", 3), "model.held.extra: 'missing' -> 3"),
     "of a class": (lambda m: setattr(Held, "of_class", 3.0), "model.held.of_class: 1.0 -> 3.0"),
     "in a list": (lambda m: setattr(m.listed[0], "k", 3.0), "model.listed[0].k: 1.0 -> 3.0"),
+    "hook in a dict": (
+        lambda m: in_plain(m).register_forward_hook(hook),
+        "model.plain['a'][0]._forward_hooks: [] -> [[",
+    ),
+    "forward in a dict": (
+        lambda m: setattr(in_plain(m), "forward", abs),
+        "model.plain['a'][0].forward: missing -> abs",
+    ),
+    "in a method": (lambda m: m.method.__self__.eval(), "method.__self__.training: True -> False"),
+    "in a partial": (lambda m: m.called.func.eval(), "called.func.training: True -> False"),
+    "more weights": (
+        lambda m: setattr(in_plain(m), "bias", nn.Parameter(torch.ones(8))),
+        "model.plain['a'][0]._parameters: ['weight'] -> ['weight', 'bias']",
+    ),
+    "data of a tensor": (
+        lambda m: setattr(m.tensors[0], "data", torch.zeros(8)),
+        "model.tensors: [Tensor at 0x",
+    ),
     "of a default": (lambda m: setattr(DEFAULT, "k", 3.0), "forward(default).k: 1.0 -> 3.0"),
 }
 

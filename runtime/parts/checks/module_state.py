@@ -1,7 +1,8 @@
 """What graphs of a model that is not traced hold of it, besides its weights.
 
-That is all that its Python can read of it: modules and their classes, hooks, flags and plain
-attributes, and those of dataclasses such as a configuration. Of other objects what was read inside
+That is all that its Python can read of it: modules, also those in lists and dicts, and their
+classes, hooks, flags and plain attributes, and those of dataclasses such as a configuration. Of
+other objects what was read inside
 graphs is compared: see `exchanged`.
 """
 
@@ -11,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -19,9 +20,14 @@ from torch import nn
 
 from ....compile.conditions.conditions import BrokenCondition
 from ....compile.conditions.places import CONTAINERS, MISSING
-from ....torch_compat.basics.modules import global_forward_hooks
+from ....torch_compat.basics.modules import global_forward_hooks, place_of
+from ....torch_compat.basics.tensors import has_plain_memory, inner_tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None))
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+Steps = tuple[Any, ...]
+"""From a model to what it holds; see `conditions.places`."""
+
 LONG = 1000
 """Items of a container of which only the identity and the length are compared."""
 
@@ -56,9 +62,12 @@ class ModuleState:
 
 
 class _Object:
-    """An object by its identity, without keeping it alive where Python allows that."""
+    """An object by its identity, without keeping it alive where Python allows that. A tensor also
+    by its place."""
 
     def __init__(self, value: Any) -> None:
+        held = inner_tensors(value) if has_plain_memory(value) else ()
+        self._places = [*map(place_of, held)]
         self._text = getattr(value, "__name__", type(value).__name__)
         try:
             self._value: Any = ref(value)
@@ -68,32 +77,74 @@ class _Object:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Object) or (value := self._value()) is None:
             return False
-        return other._value() is value
+        return other._value() is value and other._places == self._places
 
     def __repr__(self) -> str:
-        return str(self._text)
+        at = ", ".join(hex(place[0]) for place in self._places)
+        return f"{self._text} at {at}" if at else str(self._text)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, tuple[type, dict[str, Any]]]]:
     """The place, class and attributes of each module and dataclass; the values do not change."""
     hooks = {"hooks": _frozen(global_forward_hooks())}
     yield "all modules", (nn.Module, hooks)
-    queue: list[tuple[str, Any]] = [("model", model)]
+    for path, _, holder, attributes in _holders(model):
+        yield path, (type(holder), {name: _frozen(value) for name, value in attributes.items()})
+
+
+def held_modules(model: nn.Module) -> Iterator[tuple[str, Steps, nn.Module]]:
+    """Modules that a list, a dict or another container of a model holds, which are none of its
+    submodules: how each is written, and the steps to it."""
+    submodules = set(map(id, model.modules()))
+    for path, steps, holder, _ in _holders(model):
+        if isinstance(holder, nn.Module) and id(holder) not in submodules:
+            yield path.removeprefix("model."), steps, holder
+
+
+def _holders(
+    model: nn.Module,
+) -> Iterator[tuple[str, Steps, Any, dict[str, Any]]]:
+    """Each module and dataclass once, with its other attributes: how it is written, by its
+    attributes if there are some, and the steps to it."""
+    queue: list[tuple[str, Steps, Any]] = [("model", (), model)]
+    held: list[tuple[str, Steps, Any]] = []
     seen: set[int] = set()
-    while queue:
-        path, holder = queue.pop()
+    while queue or held:
+        path, steps, holder = (queue or held).pop()
         if id(holder) in seen:
             continue
         seen.add(id(holder))
         attributes: dict[str, Any] = {}
         for name, value in list(vars(holder).items()):
             if name == "_modules":
-                queue += [(f"{path}.{key}", each) for key, each in value.items()]
+                submodules = ((key, each) for key, each in value.items() if each is not None)
+                queue += [(f"{path}.{key}", (*steps, key), each) for key, each in submodules]
             elif isinstance(value, nn.Module) or _is_data(value):
-                queue.append((f"{path}.{name}", value))
-            elif name not in CONTAINERS:
-                attributes[name] = _frozen(value)
-        yield path, (type(holder), attributes)
+                queue.append((f"{path}.{name}", (*steps, name), value))
+            elif name in CONTAINERS:
+                attributes[name] = [key for key, each in value.items() if each is not None]
+            else:
+                attributes[name] = value
+                held += _modules_in(value, f"{path}.{name}", (*steps, name))
+        yield path, steps, holder, attributes
+
+
+def _modules_in(value: Any, path: str, steps: Steps) -> Iterator[tuple[str, Steps, nn.Module]]:
+    """The modules in a container, at any depth, and those of a method."""
+    if isinstance(value, nn.Module):
+        yield path, steps, value
+    elif isinstance(value, MethodType):
+        yield from _modules_in(value.__self__, f"{path}.__self__", (*steps, "__self__"))
+    elif isinstance(value, partial):
+        for name in ("func", "args", "keywords"):
+            yield from _modules_in(getattr(value, name), f"{path}.{name}", (*steps, name))
+    elif isinstance(value, _CONTAINERS) and len(value) <= LONG:
+        is_set = isinstance(value, (set, frozenset))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in items:
+            if type(each) not in _PLAIN:
+                step = ["key" if is_set else "item", key]
+                yield from _modules_in(each, f"{path}[{key!r}]", (*steps, step))
 
 
 def _is_data(value: Any) -> bool:
@@ -111,7 +162,7 @@ def _frozen(value: Any) -> Any:
         return type(value), _Object(value) if size > LONG else content(), size
     if isinstance(value, partial):
         return type(value), *map(_frozen, (value.func, value.args, value.keywords))
-    if not isinstance(value, (list, tuple, dict, set, frozenset, deque)):
+    if not isinstance(value, _CONTAINERS):
         return _Object(value)
     if len(value) > LONG:
         return type(value), _Object(value), len(value)

@@ -42,9 +42,9 @@ from .address_checks import (
 )
 from .exchanged import BreakAccess, Exchanged, Facts, changes
 from .model_check import MOST_S, ModelCheck
-from .module_state import ModuleState
+from .module_state import ModuleState, held_modules
 from .registrations import Registrations, register_again
-from .shared_memory import memory_check, named_weights
+from .shared_memory import memory_check, named_weights, own_weights, weights_in_reach
 from .step_reads import ALL_EVERY, StepReads
 
 IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
@@ -174,6 +174,7 @@ class ChecksPart(Part):
             yield
             return
         if self._model is None:
+            self._bind(self._core.code)  # modules that were added since are watched, too
             state = ModuleState(compiled.model, lambda: changes(self._of_model))
             self._model = ModelCheck(state.checked, self._accepted)
         else:
@@ -251,6 +252,11 @@ class ChecksPart(Part):
         }
         addresses.watch_module(compiled.model, named)
         self._registrations.watch(compiled.model)
+        for path, steps, module in () if compiled.traced else held_modules(compiled.model):
+            for name, _ in own_weights(module):
+                read = reader("", (*steps, name), compiled.model)
+                addresses.watch_read(f"{path}.{name}", read)
+            self._registrations.watch(module)
         self._bound = {**compiled.weights, **named} if compiled.traced else {**compiled.weights}
         self._of_code = addresses.snapshot(self._bound, self._bound)
         self._find_shared()
@@ -312,5 +318,5 @@ class ChecksPart(Part):
 
 def _writes(model: torch.nn.Module) -> Mapping[str, int]:
     """How many writes torch has counted on each weight; it counts none on inference tensors."""
-    named = named_weights(model)
+    named = weights_in_reach(model)
     return {name: writes_counted(tensor) for name, tensor in named if not tensor.is_inference()}

@@ -19,6 +19,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from .shared_memory import own_weights
+
 _KINDS: tuple[Any, ...] = (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -54,6 +56,5 @@ def _remove(handles: list[Any]) -> None:
 def register_again(model: nn.Module) -> None:
     """Set a weight of each module to what it is, which tells other prepared models of it."""
     for module in model.modules():
-        named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in named[:1]:
+        for name, tensor in own_weights(module)[:1]:
             setattr(module, name, tensor)

@@ -20,6 +20,7 @@ from ....torch_compat.basics.tensors import inner_tensors, storage_id
 from ...backends.ownership import extent
 from ...core.check import CheckStep
 from ...forward_context import ForwardContext
+from .module_state import held_modules
 
 _LARGEST_MASK = 1 << 24
 
@@ -37,7 +38,7 @@ def memory_check(compiled: CompiledModel, seen_written: Collection[str] = ()) ->
         changes = {weight.target: weight.written for weight in compiled.plan.weights}
         tensors = compiled.weights
     else:
-        tensors = dict(named_weights(compiled.model))
+        tensors = dict(weights_in_reach(compiled.model))
         changes = {name: name in seen_written for name in tensors}
     parts = [
         (*extent(part), name, changes[name], part)
@@ -75,6 +76,19 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers by each of their qualified names: a tied one has several."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def weights_in_reach(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Also those of modules that containers hold, which are no submodules."""
+    yield from named_weights(model)
+    for path, _, module in held_modules(model):
+        for name, tensor in own_weights(module):
+            yield f"{path}.{name}", tensor
+
+
+def own_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers of one module, without those of its submodules."""
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 def overlap(one: Tensor, two: Tensor) -> bool:

@@ -23,12 +23,15 @@ class Model(nn.Module):
         self.around = torch.zeros(68)  # begins one row before the buffer
         self.register_buffer("seen", self.around[4:].view(16, 4))
         self.register_buffer("scale", torch.ones(16, 4))
+        self.listed = [nn.Module()]
+        self.listed[0].register_buffer("seen", torch.zeros(16, 4))
 
     def forward(self, x, y, z):
         x.add_(1)
         out = torch.empty_like(x)
         torch.ops.shared_memory_tests.attend(x, out)
         self.seen.add_(1)
+        self.listed[0].seen.add_(1)
         return y[:, :2], out + y + z.repeat(1, 2) * self.scale[0]
 
 
@@ -94,6 +97,7 @@ def test_an_input_that_shares_written_memory_is_refused_by_name(prepared, mode):
         "'x' shares memory with input 'y'": {"x": rows[:n], "y": rows[:n]},
         "'x' shares memory with input 'z'": {"x": rows[:n], "z": rows[1:, 2:]},
         "'y' shares memory with 'seen'": {"y": model.seen[:n]},
+        r"'y' shares memory with '.*listed\[0\].*seen'": {"y": model.listed[0].seen[:n]},
         "'z' shares memory with 'seen'": {"z": model.around[: 2 * n].view(n, 2)},
         "'x' shares memory with 'scale'": {"x": model.scale[:n]},
     }

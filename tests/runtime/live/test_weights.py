@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,6 +239,39 @@ def test_a_weight_that_is_tied_no_more_is_an_error(monkeypatch, traced):
     else:
         prepared.refresh()
         assert torch.equal(prepared(x, batch=batch), model(x))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = {"first": [nn.Linear(4, 4)]}
+
+    def forward(self, x):
+        for layer in self.layers["first"]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("change", [replace_weight, move_weight])
+def test_weights_of_modules_in_lists_are_watched_and_followed_without_a_trace(monkeypatch, change):
+    monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)
+    model, x, batch = Plain().requires_grad_(False), torch.rand(4, 4), Batch(4, 4)
+    config = small_config(4, compile=False, capture_sizes=(4,))
+    prepared = prepare(model, config, backend=strict_backend(**LATE))
+    layers = model.layers["first"]
+    layers += [nn.Linear(4, 4), nn.Linear(4, 4)]  # after `prepare`
+    prepared.capture()
+    assert not prepared.report()["unwatched"]
+    checks = prepared.parts.checks
+    checks._in_turn = change is replace_weight  # torch tells of it
+    prepared._core.checks_changed()
+    for _ in range(4):
+        assert torch.equal(prepared(x, batch=batch), model(x))
+    change(SimpleNamespace(layers=layers))
+    with pytest.raises(MovedTensor, match=r"layers\['first'\]\[[12]\]\."):
+        prepared(x, batch=batch)
+    assert prepared.refresh()
+    assert torch.equal(prepared(x, batch=batch), model(x))
 
 
 def test_swapped_tensors_are_refused_by_torch(serve):
