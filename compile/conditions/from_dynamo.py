@@ -200,6 +200,8 @@ class _TraceConditions:
         for code, function in inlined.items():
             if code not in covered and code not in by_guard:
                 self._add_function(code, function)
+        for code in sorted(self.captured.inlined.called, key=lambda code: code.co_qualname):
+            self._add_function(code, None, "calls inside")
         named = [f for f in (forward, *inlined.values()) if isinstance(f, types.FunctionType)]
         self._add_names(named)
         self._add_probed_names(named)
@@ -308,7 +310,9 @@ class _TraceConditions:
             if isinstance(function, types.FunctionType):
                 yield from with_nested(function.__code__)
 
-    def _add_function(self, code: types.CodeType, function: types.FunctionType | None) -> None:
+    def _add_function(
+        self, code: types.CodeType, function: types.FunctionType | None, kind: str = "code"
+    ) -> None:
         modules = [function.__module__] if function else []
         modules += [
             name
@@ -320,8 +324,9 @@ class _TraceConditions:
         for module, path in itertools.product(modules, (name, *outer_names)):
             located = module_place(module, path)
             for candidate, inside in _with_wrapped(unwrapped(located.value)) if located else ():
-                if located and code in with_nested(candidate.__code__):
-                    self._try(module, [*located.steps, *inside], "code")
+                if located and code in (within := [*with_nested(candidate.__code__)]):
+                    index = None if kind == "code" else within.index(code)
+                    self._try(module, [*located.steps, *inside], kind, index)
                     return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ import torch
 from ...torch_compat.basics.facts import CALLED, FALLBACK
 from ...torch_compat.basics.frames import is_torch_file
 from ..ir.serialization import decode
+from .bytecode import with_nested
 from .code import bound_text, code_parts, function_with_values
 from .custom_ops import op_parts, op_signature
 from .places import HOOKS, MISSING, key_of
@@ -108,9 +110,23 @@ def _attribute(cls: Any, name: str) -> str:
 
 
 def _has_own(value: Any, name: str) -> str:
-    """Whether a value, or its class, has an attribute without `__getattr__`."""
-    holders = (value, *getattr(value, "__mro__", ()), *type(value).__mro__)
-    return str(any(name in getattr(each, "__dict__", ()) for each in holders))
+    """Whether a value or its class has an attribute without `__getattr__`; runs no code of it.
+
+    Hot: each weight and module that a forward names is answered by that of `nn.Module`.
+    """
+    own: Any = ()
+    with suppress(AttributeError):
+        own = object.__getattribute__(value, "__dict__")
+    classes = (*type(value).__mro__, *(value.__mro__ if isinstance(value, type) else ()))
+    return str(name in own or any(name in vars(each) for each in classes))
+
+
+def _calls_inside(function: Any, index: int) -> str:
+    """What a function inside of another, which makes it, consists of, and all that it reads."""
+    outer = unwrapped(function)
+    code = [*with_nested(outer.__code__)][index]
+    cells = tuple(types.CellType() for _ in code.co_freevars)  # what it holds has conditions
+    return stable_text(code_parts(types.FunctionType(code, outer.__globals__, closure=cells)))
 
 
 def _result(function: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
@@ -158,6 +174,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "attribute": Kind(_attribute),
     "calls": Kind(lambda value, _: stable_text(code_parts(unwrapped(value))), (CALLED,), True),
+    "calls inside": Kind(_calls_inside, is_shown=True),
     "members": Kind(
         lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
         is_shown=True,

@@ -211,7 +211,12 @@ def test_a_change_is_an_error(model, prepared, monkeypatch, change):
         step(prepared, x)
 
 
-FACTOR = 1.0
+FACTOR, SIGN = 1.0, 1
+
+
+class Options:
+    def __getattr__(self, name):
+        return {"gain": 1.0}[name]
 
 
 class Reading(nn.Module):
@@ -219,10 +224,17 @@ class Reading(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.options = nn.Linear(8, 8), Options()
 
     def forward(self, x):
-        return self.linear(x) * FACTOR * float(os.environ.get("OF_A_TEST", "1"))
+        largest = max([-1.0, 1.0], key=lambda value: SIGN * value)  # Dynamo does not trace it
+        return (
+            self.linear(x)
+            * largest
+            * self.options.gain
+            * FACTOR
+            * float(os.environ.get("OF_A_TEST", "1"))
+        )
 
 
 def double(self, x):
@@ -231,6 +243,8 @@ def double(self, x):
 
 BEYOND_THE_MODEL = {
     "global": (lambda p: p.setitem(globals(), "FACTOR", 2.0), "['FACTOR']: 1.0 -> 2.0"),
+    "class": (lambda p: p.setattr(Options, "gain", 2.0, raising=False), "options has its own 'g"),
+    "inside": (lambda p: p.setitem(globals(), "SIGN", -1), "'.SIGN': '1'} -> {"),
     "variable": (lambda p: p.setenv("OF_A_TEST", "2"), "variable OF_A_TEST: unset -> 2"),
     "method": (lambda p: p.setattr(nn.Linear, "forward", double), "Linear.forward"),
     "function": (lambda p: p.setattr(nn.functional, "linear", torch.matmul), "linear"),

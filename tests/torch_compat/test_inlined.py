@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,13 @@ class Model(torch.nn.Module):
         try:
             return x * self.options.gain  # here
         except AttributeError:
+            x = x + max([1, 2], key=holding(lambda value: -value))
+            x = x + sorted([1, 2], key=partial(lambda one, value: value, 1))[0]  # Dynamo calls it
             return x + sys.getrecursionlimit() + max([1, 2], key=negative)
+
+
+def holding(inner):
+    return lambda value: inner(value)
 
 
 def negative(value):
@@ -92,6 +99,9 @@ def test_calls_that_became_constants_are_recorded(inlined):
 def test_a_function_that_a_builtin_calls_is_recorded(inlined):
     called = [each.expression for each in inlined.facts if each.kind == "CALLED"]
     assert called == ["G['negative']"]
+    made = {code.co_qualname for code in inlined.called}
+    assert made == {"Model.forward.<locals>.<lambda>", "holding.<locals>.<lambda>"}
+    assert {code.co_argcount for code in inlined.called} == {1}
 
 
 def test_nothing_stays_replaced():

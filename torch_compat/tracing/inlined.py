@@ -43,6 +43,8 @@ class Inlined:
 
     functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
     """By code object; None where Dynamo made the function while tracing."""
+    called: set[CodeType] = field(default_factory=set)
+    """Functions that the model makes and native code calls while tracing."""
     variables: set[str] = field(default_factory=set)
     obstacles: set[tuple[str, str | None]] = field(default_factory=set)
     """What cannot be stated as a condition, and file:line of the user's code."""
@@ -93,6 +95,8 @@ def inlined_calls() -> Iterator[Inlined]:
         (in_graph, "call_function", partial(_note_result, "value")),
         (polyfilled, "call_function", partial(_note_result, "fn")),
         (function, "call_function", _note_kept_result),
+        (function, "as_python_constant", _note_called),
+        (variables.NestedUserFunctionVariable, "as_python_constant", _note_called),
         (variables.UserMethodVariable, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
         (
@@ -288,8 +292,6 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
         inlined.refuse("the hash of an object")
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
-    if variable.can_constant_fold_through():
-        _note_called(inlined, args, kwargs)
     if function in (isinstance, issubclass) and len(args) == 2:
         _note_class_check(inlined, function.__name__, *args)
     if function is set and args:
@@ -298,19 +300,35 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
             inlined.ordered.append(tuple(item.realize() for item in items))
 
 
-def _note_called(inlined: Inlined, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Functions that a builtin is given by name, as the key of `max`: it calls them, not Dynamo,
-    where all that it is given is constant, and Dynamo takes the result as constant."""
-    from torch._dynamo.variables import UserFunctionVariable
+def _note_called(inlined: Inlined, variable: Any) -> None:
+    """A function becomes an object where native code calls it, as the key of `max` or in `re.sub`:
+    Dynamo traces nothing of it, and takes the result as constant."""
+    code = variable.get_code()
+    if not _is_for_native_code() or is_torch_file(code.co_filename):
+        return
+    if variable.source is not None:
+        inlined.rely(variable.source, CALLED)
+    else:
+        _add_made(inlined, variable)
 
-    named = [each.realize() for each in kwargs.values()]
-    functions = [each for each in named if isinstance(each, UserFunctionVariable)]
-    if functions and _constants([*args, *named]) is not None:
-        for each in functions:
-            if each.source is None:
-                inlined.refuse("a function that a builtin calls")
-            else:
-                inlined.rely(each.source, CALLED)
+
+def _add_made(inlined: Inlined, variable: Any) -> None:
+    """A function that the frame has made, and those that it holds."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    inlined.called.add(variable.get_code())
+    for cell in getattr(getattr(variable, "closure", None), "items", ()):
+        held: Any = InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
+        if type(held) is type(variable) and held.get_code() not in inlined.called:
+            _add_made(inlined, held)
+
+
+def _is_for_native_code() -> bool:
+    """Whether Dynamo makes an object for a call, and not to ask what it could make."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in _MAKES_OBJECTS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _CALLS_NATIVELY
 
 
 def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> None:
@@ -425,6 +443,15 @@ _SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
 """Methods by which Dynamo iterates a set, by version of torch."""
 _ORDERLESS, _NEAR = ("call_sorted", "call_set", "call_frozenset"), 8
 """Functions of Dynamo that iterate a set whose order cannot be seen, and how far they are below."""
+
+
+_MAKES_OBJECTS = {
+    *("_is_for_native_code", "_note_called", "call", "guarded_method", "realize_and_forward"),
+    *("as_python_constant", "get_function", "_get_function_impl"),
+    *("<listcomp>", "<dictcomp>", "<genexpr>"),
+}
+_CALLS_NATIVELY = {"constant_fold_handler", "call_function", "call_method"}
+"""Functions of Dynamo that make an object of a variable, and those that then call native code."""
 
 
 def _traced_line() -> str | None:
