@@ -221,6 +221,8 @@ class SizeUse(Frozen):
     where: str | None
     is_choice: bool
     """Whether it decides what runs; no run of a piece then shows that padding reaches no row."""
+    is_hidden: bool = False
+    """Whether it is a number that an operator hides for some data, as a clamp: no run decides."""
 
     def values(self, largest: int) -> list[Any]:
         """The value at each size up to `largest`; where it has none the size itself."""

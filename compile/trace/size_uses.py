@@ -7,6 +7,7 @@ not traced runs once on symbolic sizes for each way through its Python.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,28 +44,73 @@ MAX_WAYS = 8
 """Ways through the Python of a model that is not traced, at most; with more it is not padded."""
 
 
+_HIDING = re.compile(
+    r"aten::((clamp|clip|minimum|maximum|fmin|fmax|max|min|amax|amin|argmax|argmin|sort|argsort|topk"
+    r"|median|kthvalue|remainder|fmod|floor_divide|floor|ceil|round|trunc|sign|relu|relu6|hardtanh"
+    r"|threshold|lt|le|gt|ge|eq|ne|isin|bucketize|searchsorted|bitwise_\w+|logical_\w+)"
+    r"(_min|_max)?_?\.\w+|div_?\.\w+_mode)"
+)
+"""Operators whose result may be the same one for two numbers, by the data."""
+
+_FORMED = re.compile(r"aten::((ones|zeros|full|empty)_like|new_\w+)\.\w+")
+"""Those that read of a tensor its form alone."""
+
+
 class NumberUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes sizes that operators called inside are given as numbers, each with the user's line.
 
     By the schema of an operator a shape is a SymInt, and a number a Scalar or a Tensor. A Scalar
     that alone gives the result its shape, as the end of `arange`, is a shape as well.
+
+    A number is hidden if it reaches an operator such as a clamp together with data, or a splitting
+    op: that two numbers give the same for some inputs says nothing of others. Masks that are made
+    of sizes alone hide none: a run sees all of their values.
     """
 
     def __init__(self, line: Callable[[], str | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[sympy.Expr, str | None] = {}
-        self._line = line
+        self.hidden: dict[sympy.Expr, str | None] = {}
+        self.made: dict[int, tuple[Tensor, frozenset[sympy.Expr], bool]] = {}
+        """By identity tensors that are not of data alone: their numbers, and whether of data."""
+        self.line = line
+        self.is_run = True
+        """Whether runs of pieces run what is called, as no splitting op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not is_higher_order(func):
             numbers, sizes = scalar_and_size_arguments(func, args, kwargs or {})
             read = [*_sizes_of(numbers), *_symbols(sizes)]
-            for number in map(expression_of, _symbolic(numbers)):
-                shapes = _sizes_of(result)
-                if number not in self.found and not (shapes and not read):
-                    self.found[number] = self._line()
+            given = frozenset(map(expression_of, _symbolic(numbers)))
+            if given and _sizes_of(result) and not read:
+                given = frozenset()
+            self._note(func, given, tensors_in((args, kwargs)), tensors_in(result))
         return result
+
+    def _note(
+        self, op: Any, given: frozenset[Any], tensors: list[Tensor], results: list[Tensor]
+    ) -> None:
+        name = overload_name(op)
+        known = [self.made.get(id(tensor), (tensor, frozenset(), True)) for tensor in tensors]
+        of_data = any(each[2] for each in known) and not _FORMED.fullmatch(name)
+        of_data = of_data or torch.Tag.nondeterministic_seeded in op.tags
+        numbers = given.union(*(each[1] for each in known))
+        hidden = numbers if of_data and _HIDING.fullmatch(name) else frozenset[sympy.Expr]()
+        hidden |= frozenset() if self.is_run else given
+        for notes, noted in ((self.found, given), (self.hidden, hidden)):
+            for number in noted - notes.keys():
+                notes[number] = self.line()
+        for each in results:
+            self.made.pop(id(each), None)
+            shown = frozenset() if each.dtype == torch.bool and not of_data else numbers
+            if shown or not of_data:
+                self.made[id(each)] = each, shown, of_data
+
+    def stated(self, tokens: sympy.Symbol) -> Iterator[SizeUse]:
+        found = {each: self.found[each] for each in self.found.keys() - self.hidden.keys()}
+        yield from _stated(found, tokens)
+        yield from _stated(self.hidden, tokens, is_hidden=True)
 
 
 def _symbolic(values: Any) -> list[Any]:
@@ -85,24 +131,26 @@ def uses_in_trace(
 ) -> tuple[SizeUse, ...]:
     """The numbers of tokens that operators of a traced graph are given. Ops of `splitting` run
     between pieces, and no run of a piece shows what they do with it."""
-    found = dict[tuple[str, bool], SizeUse]()
+    uses = NumberUses(lambda: None)
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
         fakes = tensors_in(node.meta.get("example_value"))
-        if not (fakes and _symbols((args, kwargs))):
+        made = any(id(tensor) in uses.made for tensor in tensors_in((args, kwargs)))
+        if not (fakes and (made or _symbols((args, kwargs)))):
             continue
         target: Any = node.target
-        uses = NumberUses(partial(short_location, node_location(node)))
+        uses.line = partial(short_location, node_location(node))
+        uses.is_run = not (is_op(target) and overload_name(overload_of(node)) in splitting)
         try:
             call = target if callable(target) else getattr(args[0], target)
             with fakes[0].fake_mode, torch.no_grad(), uses:  # type: ignore[attr-defined]
-                call(*(args if callable(target) else args[1:]), **kwargs)
+                result = call(*(args if callable(target) else args[1:]), **kwargs)
         except Exception:  # an operator that needs more than a node tells
             continue
-        is_choice = is_op(target) and overload_name(overload_of(node)) in splitting
-        for use in _stated(uses.found, tokens, is_choice):
-            found.setdefault((use.expression, is_choice), use)
-    return tuple(found.values())
+        for fake, tensor in zip(fakes, tensors_in(result), strict=False):
+            if id(tensor) in uses.made:
+                uses.made[id(fake)] = fake, *uses.made[id(tensor)][1:]
+    return tuple(uses.stated(tokens))
 
 
 def uses_of_forward(
@@ -130,7 +178,8 @@ def uses_of_forward(
             if use.is_choice:
                 where = use.where
                 covered = {n for n in covered if values[n]}
-            changes = (use.is_choice, *(value == values[high] for value in values[low:]))
+            same = (value == values[high] for value in values[low:])
+            changes = (use.is_choice, use.is_hidden, *same)
             if changes not in seen:
                 seen.add(changes)
                 yield use
@@ -156,11 +205,15 @@ def _one_way(
         run(fakes)
         tokens = next(symbol for symbol, label in labels.items() if label == TOKENS)
         guards = dict(guards_of_run(env))
-        return [*_stated(guards, tokens, True), *_stated(uses.found, tokens, False)]
+        return [*_stated(guards, tokens, is_choice=True), *uses.stated(tokens)]
 
 
 def _stated(
-    found: Mapping[Any, str | None], tokens: sympy.Symbol, is_choice: bool
+    found: Mapping[Any, str | None],
+    tokens: sympy.Symbol,
+    *,
+    is_choice: bool = False,
+    is_hidden: bool = False,
 ) -> Iterator[SizeUse]:
     """In the name of the number of tokens. What depends on other sizes as well is not known: its
     value is that of no other size."""
@@ -168,4 +221,4 @@ def _stated(
         if tokens in expression.free_symbols:
             named = expression.xreplace({tokens: sympy.Symbol(TOKENS, integer=True)})
             text = python_text(named) if len(expression.free_symbols) == 1 else TOKENS
-            yield SizeUse(expression=text, where=where, is_choice=is_choice)
+            yield SizeUse(expression=text, where=where, is_choice=is_choice, is_hidden=is_hidden)

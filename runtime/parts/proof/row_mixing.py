@@ -163,7 +163,9 @@ def _borders(
             if not others:
                 continue
             # runs decide on a choice where one size alone is on its other side, as for layouts
-            decide = not use.is_choice or (len(others) == 1 and any(t.untraced for t in trials))
+            alone = use.is_choice and len(others) == 1 and use.expression != TOKENS
+            unknown = use.is_choice or use.is_hidden
+            decide = not unknown or (alone and any(t.untraced for t in trials))
             if not decide or any(
                 tried(t, t.reaches, others[-1], size) is not False for t in trials
             ):
