@@ -19,7 +19,9 @@ from ...core.preserved import WHOLE
 def varied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of `weights` in which a zero or a one may hide something, with random values for both.
 
-    Of buffers only one that holds nothing else, as one with zeros and ones may be a mask.
+    Of buffers only one that holds nothing else, as one with zeros and ones may be a mask. Of a
+    large parameter only one with a whole row or column of them, as others show what one hides: a
+    trained model has not the memory for a copy of each matrix.
     """
     found = dict[str, Tensor]()
     for name, weight in weights.items():
@@ -27,9 +29,16 @@ def varied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
             tensor = weight.detach()
             zeros, ones = tensor == 0, tensor == 1
             alike = zeros.all() | ones.all()
-            if alike or (any_values(weight) and (zeros | ones).any()):
+            if alike or (any_values(weight) and _hides(zeros | ones, weight.nbytes > WHOLE)):
                 found[name] = _filled(tensor, zeros, ones)
     return found
+
+
+def _hides(neutral: Tensor, is_large: bool) -> bool:
+    if not is_large or neutral.dim() < 2:
+        return bool(neutral.any())
+    rows = neutral.flatten(1)
+    return bool(rows.all(1).any() | rows.all(0).any())
 
 
 def any_values(weight: Tensor) -> bool:
