@@ -133,8 +133,11 @@ class Trials:
 
     @cached_property
     def _varied(self) -> Mapping[str, Tensor]:
-        """By name those with other values."""
-        return varied(self._weights)
+        """By name those with other values; none where there is no memory for them."""
+        try:
+            return varied(self._weights)
+        except torch.OutOfMemoryError:
+            return {}
 
     def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""

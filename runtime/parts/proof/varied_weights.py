@@ -42,13 +42,14 @@ def _hides(neutral: Tensor, is_large: bool) -> bool:
 
 
 def any_values(weight: Tensor) -> bool:
-    """Whether `weight` may be given any values: parameters of floats of more than 8 bits."""
+    """Whether `weight` may be given any values."""
     return isinstance(weight, torch.nn.Parameter) and is_plain(weight)
 
 
 def is_plain(weight: Tensor) -> bool:
+    """Whether each element is a float of its own of more than 8 bits."""
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.is_floating_point()
-    return plain and weight.itemsize > 1 and weight.numel() > 0
+    return plain and weight.itemsize > 1 and weight.numel() > 0 and all(weight.stride())
 
 
 def _filled(tensor: Tensor, zeros: Tensor, ones: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Models in which padding would reach real rows are found, and their batches never padded."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed import _functional_collectives as collectives
 
 from piecegraph import Batch, Config, prepare
 from piecegraph.compile.guards.tolerance import differences, precision
+from piecegraph.runtime.parts.proof import row_trials
 from piecegraph.runtime.parts.proof.op_rows import beyond
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 from piecegraph.runtime.parts.proof.row_trials import other_size
@@ -207,9 +210,10 @@ class Gated(nn.Module):
         gate, self.last = HIDING[case]
         self.gate = nn.Parameter(torch.full((4,), gate), requires_grad=False)
         self.register_buffer("mask", torch.eye(16))
+        self.wide = nn.Parameter(torch.zeros(1).expand(4), requires_grad=False)
 
     def forward(self, x, ids):
-        return self.last(self, x) + ids[:, None]
+        return self.last(self, x) + ids[:, None] + self.wide
 
 
 @pytest.mark.parametrize("compile", [True, False])
@@ -222,6 +226,12 @@ def test_what_zeros_and_ones_of_weights_hide_is_found(case, compile):
     ends = {each["end"] for each in find_mixed_rows_of(model, **config)}
     assert ends == (set() if case == "kept apart by a mask" else {None})
     assert (model.gate.data_ptr(), model.gate.tolist()) == (place, [HIDING[case][0]] * 4)
+
+
+def test_without_memory_for_other_weights_those_of_the_model_are_run(monkeypatch):
+    monkeypatch.setattr(row_trials, "varied", mock.Mock(side_effect=torch.OutOfMemoryError))
+    prepared, _ = prepared_for(ROW_WISE["elementwise"])
+    assert [*find_mixed_rows(prepared.compiled, torch.device("cpu"), captured=(4, 8))] == []
 
 
 def find_mixed_rows_of(model, **settings):
