@@ -104,6 +104,7 @@ class Holding(Model):
         self.space, self.held, self.listed = SimpleNamespace(k=1), Held(), [Held()]
         self.plain, self.tensors = {"a": [nn.Linear(8, 8, bias=False)]}, [torch.ones(8)]
         self.method, self.called = nn.Linear(8, 8).forward, partial(nn.Linear(8, 8))
+        self.held.layer, self.held.layers = nn.Linear(8, 8), [nn.Linear(8, 8)]
 
     def forward(self, x, default=DEFAULT):
         held = self.held
@@ -111,6 +112,7 @@ class Holding(Model):
             held.k * held.of_method() * held.of_class * self.listed[0].k * default.k * self.space.k
         )
         read *= self.array[0] * self.part() * self.recent[0] * getattr(held, "extra", 1.0)
+        x = held.layers[0](held.layer(x))
         x = self.called(self.method(self.plain["a"][0](x))) * self.tensors[0]
         return super().forward(x) * read
 
@@ -154,6 +156,15 @@ UNTRACED = {
     ),
     "in a method": (lambda m: m.method.__self__.eval(), "method.__self__.training: True -> False"),
     "in a partial": (lambda m: m.called.func.eval(), "called.func.training: True -> False"),
+    "in an object": (lambda m: m.held.layer.eval(), "model.held.layer.training: True -> False"),
+    "of an object, another": (
+        lambda m: setattr(m.held, "layer", nn.Identity()),
+        "model.held.layer: Linear(",
+    ),
+    "in an object's list": (
+        lambda m: m.held.layers[0].register_forward_hook(hook),
+        "model.held.layers[0]._forward_hooks: [] -> [[",
+    ),
     "more weights": (
         lambda m: setattr(in_plain(m), "bias", nn.Parameter(torch.ones(8))),
         "model.plain['a'][0]._parameters: ['weight'] -> ['weight', 'bias']",

@@ -130,7 +130,8 @@ class Exchanged(Sees):
         self.read(obj, name, MISSING)
 
     def read(self, obj: Any, name: str, value: Any) -> Any:
-        of_class = isinstance(value, MethodType | nn.Module) or name in OF_ANY_MODULE
+        is_submodule = isinstance(value, nn.Module) and isinstance(obj, nn.Module)
+        of_class = isinstance(value, MethodType) or is_submodule or name in OF_ANY_MODULE
         known = get_ident() == self._thread and id(obj) in self._paths
         if known and self._in_graph and isinstance(value, MethodType):
             self.facts.setdefault(

@@ -2,17 +2,17 @@
 
 That is all that its Python can read of it: modules, also those in lists and dicts, and their
 classes, hooks, flags and plain attributes, and those of dataclasses such as a configuration. Of
-other objects what was read inside
-graphs is compared: see `exchanged`.
+other objects what was read inside graphs is compared, see `exchanged`; modules that they hold are
+as those of the model.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
-from types import MethodType, SimpleNamespace
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -40,12 +40,19 @@ class ModuleState:
     ) -> None:
         self._model = model
         self._changes = changes
-        self._then = dict(_state(model))
+        self._reached: dict[str, nn.Module] = {}
+        self._then = dict(_state(model, {}))
+
+    def reach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Compare other modules, too: by how each is written."""
+        self._reached = {**modules, **self._reached}
+        for place, now in _state(self._model, self._reached):
+            self._then.setdefault(place, now)
 
     def checked(self) -> Iterator[BrokenCondition | None]:
         """Yields what is different now, and None after each module."""
         left = dict(self._then)
-        for place, (kind, now) in _state(self._model):
+        for place, (kind, now) in _state(self._model, self._reached):
             was, then = left.pop(place, (None, {}))
             if kind is not was:
                 yield BrokenCondition(place, _shown(was), _shown(kind))
@@ -84,11 +91,13 @@ class _Object:
         return f"{self._text} at {at}" if at else str(self._text)
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, tuple[type, dict[str, Any]]]]:
+def _state(
+    model: nn.Module, reached: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, tuple[type, dict[str, Any]]]]:
     """The place, class and attributes of each module and dataclass; the values do not change."""
     hooks = {"hooks": _frozen(global_forward_hooks())}
     yield "all modules", (nn.Module, hooks)
-    for path, _, holder, attributes in _holders(model):
+    for path, _, holder, attributes in _holders(model, reached):
         yield path, (type(holder), {name: _frozen(value) for name, value in attributes.items()})
 
 
@@ -102,12 +111,12 @@ def held_modules(model: nn.Module) -> Iterator[tuple[str, Steps, nn.Module]]:
 
 
 def _holders(
-    model: nn.Module,
+    model: nn.Module, reached: Mapping[str, nn.Module] = MappingProxyType({})
 ) -> Iterator[tuple[str, Steps, Any, dict[str, Any]]]:
     """Each module and dataclass once, with its other attributes: how it is written, by its
     attributes if there are some, and the steps to it."""
     queue: list[tuple[str, Steps, Any]] = [("model", (), model)]
-    held: list[tuple[str, Steps, Any]] = []
+    held: list[tuple[str, Steps, Any]] = [(path, (), each) for path, each in reached.items()]
     seen: set[int] = set()
     while queue or held:
         path, steps, holder = (queue or held).pop()
@@ -125,26 +134,26 @@ def _holders(
                 attributes[name] = [key for key, each in value.items() if each is not None]
             else:
                 attributes[name] = value
-                held += _modules_in(value, f"{path}.{name}", (*steps, name))
+                held += modules_in(value, f"{path}.{name}", (*steps, name))
         yield path, steps, holder, attributes
 
 
-def _modules_in(value: Any, path: str, steps: Steps) -> Iterator[tuple[str, Steps, nn.Module]]:
+def modules_in(value: Any, path: str, steps: Steps) -> Iterator[tuple[str, Steps, nn.Module]]:
     """The modules in a container, at any depth, and those of a method."""
     if isinstance(value, nn.Module):
         yield path, steps, value
     elif isinstance(value, MethodType):
-        yield from _modules_in(value.__self__, f"{path}.__self__", (*steps, "__self__"))
+        yield from modules_in(value.__self__, f"{path}.__self__", (*steps, "__self__"))
     elif isinstance(value, partial):
         for name in ("func", "args", "keywords"):
-            yield from _modules_in(getattr(value, name), f"{path}.{name}", (*steps, name))
+            yield from modules_in(getattr(value, name), f"{path}.{name}", (*steps, name))
     elif isinstance(value, _CONTAINERS) and len(value) <= LONG:
         is_set = isinstance(value, (set, frozenset))
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in items:
             if type(each) not in _PLAIN:
                 step = ["key" if is_set else "item", key]
-                yield from _modules_in(each, f"{path}[{key!r}]", (*steps, step))
+                yield from modules_in(each, f"{path}[{key!r}]", (*steps, step))
 
 
 def _is_data(value: Any) -> bool:

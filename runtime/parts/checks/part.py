@@ -42,7 +42,7 @@ from .address_checks import (
 )
 from .exchanged import BreakAccess, Exchanged, Facts, changes
 from .model_check import MOST_S, ModelCheck
-from .module_state import ModuleState, held_modules
+from .module_state import ModuleState, held_modules, modules_in
 from .registrations import Registrations, register_again
 from .shared_memory import memory_check, named_weights, own_weights, weights_in_reach
 from .step_reads import ALL_EVERY, StepReads
@@ -79,6 +79,7 @@ class ChecksPart(Part):
         holds at a capture."""
         self._memory: dict[ModelCode, CheckStep | None] = {}
         self._model: ModelCheck | None = None
+        self._state: ModuleState
         self._accepted = set[str]()
         self._written = set[str]()
         self._kept = Kept()
@@ -175,8 +176,8 @@ class ChecksPart(Part):
             return
         if self._model is None:
             self._bind(self._core.code)  # modules that were added since are watched, too
-            state = ModuleState(compiled.model, lambda: changes(self._of_model))
-            self._model = ModelCheck(state.checked, self._accepted)
+            self._state = ModuleState(compiled.model, lambda: changes(self._of_model))
+            self._model = ModelCheck(self._state.checked, self._accepted)
         else:
             self._model.check()
         before = _writes(compiled.model)
@@ -192,8 +193,10 @@ class ChecksPart(Part):
 
     def captured(self, graph: InstalledGraph) -> None:
         recording, metadata = graph.recording, None
-        addresses = self.addresses.snapshot(bound=self._bound)
         reads: StepReads | None = recording.notes
+        if reads is not None and reads.of_model:
+            self._reach(reads.of_model)
+        addresses = self.addresses.snapshot(bound=self._bound)
         noted, names = (reads.tensors, reads.names) if reads else ({}, {})
         addresses.values = self._host_values(graph)
         is_full, owned = graph.entry.mode is RuntimeMode.FULL, recording.ownership
@@ -205,11 +208,29 @@ class ChecksPart(Part):
             addressed = addresses.addresses() | {view.data_ptr() for view in graph.inputs.views}
             self._report_unwatched(graph, addressed | read.addresses())
         if reads is not None:
-            self._of_model |= reads.of_model
             reads.tensors, reads.of_model = {}, {}
         self._graphs[graph.index] = _Relied(addresses, metadata, reads or None)
         if not self._core.code.compiled.traced:
             self._core.checks_changed()
+
+    def _reach(self, facts: Facts) -> None:
+        """Compare what graphs read of other objects, and the modules that these hold."""
+        self._of_model |= facts
+        model = self._core.code.compiled.model
+        known = {*model.modules(), *(module for *_, module in held_modules(model))}
+        reached = dict[str, torch.nn.Module]()
+        for path, obj, attribute, _ in facts.values():
+            for at, steps, module in modules_in(getattr(obj, attribute, None), path, (attribute,)):
+                if module in known:
+                    continue
+                known.add(module)
+                reached[at] = module
+                self._registrations.watch(module)
+                for name, _ in named_weights(module):
+                    read = reader("", (*steps, *name.split(".")), obj)
+                    self.addresses.watch_read(f"{at}.{name}".removeprefix("model."), read)
+        if reached:
+            self._state.reach(reached)
 
     def freed(self, graph: InstalledGraph) -> None:
         self._graphs.pop(graph.index, None)

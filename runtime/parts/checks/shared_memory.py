@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ def weights_in_reach(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def own_weights(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers of one module, without those of its submodules."""
-    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    only: Any = {"recurse": False, "remove_duplicate": False}
+    return [*module.named_parameters(**only), *module.named_buffers(**only)]
 
 
 def overlap(one: Tensor, two: Tensor) -> bool:

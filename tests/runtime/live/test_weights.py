@@ -241,18 +241,31 @@ def test_a_weight_that_is_tied_no_more_is_an_error(monkeypatch, traced):
         assert torch.equal(prepared(x, batch=batch), model(x))
 
 
+class Blocks:
+    """No module."""
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = {"first": [nn.Linear(4, 4)]}
+        self.layers, self.blocks = {"first": [nn.Linear(4, 4)]}, Blocks()
+        self.blocks.layers = [nn.Sequential(nn.Linear(4, 4))]
 
     def forward(self, x):
-        for layer in self.layers["first"]:
+        for layer in (*self.layers["first"], *self.blocks.layers):
             x = layer(x)
         return x
 
 
-@pytest.mark.parametrize("change", [replace_weight, move_weight])
+def replace_in_block(model):
+    model.layers[3][0].weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+
+
+def untie(model):
+    model.layers[1].tied = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [replace_weight, move_weight, replace_in_block, untie])
 def test_weights_of_modules_in_lists_are_watched_and_followed_without_a_trace(monkeypatch, change):
     monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)
     model, x, batch = Plain().requires_grad_(False), torch.rand(4, 4), Batch(4, 4)
@@ -260,15 +273,15 @@ def test_weights_of_modules_in_lists_are_watched_and_followed_without_a_trace(mo
     prepared = prepare(model, config, backend=strict_backend(**LATE))
     layers = model.layers["first"]
     layers += [nn.Linear(4, 4), nn.Linear(4, 4)]  # after `prepare`
+    layers[1].tied = layers[1].weight
     prepared.capture()
     assert not prepared.report()["unwatched"]
     checks = prepared.parts.checks
-    checks._in_turn = change is replace_weight  # torch tells of it
+    checks._in_turn = change is not move_weight  # torch tells of others
     prepared._core.checks_changed()
-    for _ in range(4):
-        assert torch.equal(prepared(x, batch=batch), model(x))
-    change(SimpleNamespace(layers=layers))
-    with pytest.raises(MovedTensor, match=r"layers\['first'\]\[[12]\]\."):
+    assert torch.equal(prepared(x, batch=batch), model(x))  # next is the turn of the first layer
+    change(SimpleNamespace(layers=layers + model.blocks.layers))
+    with pytest.raises(MovedTensor, match=r"layers\['first'\]\[[12]\]\.|blocks.layers\[0\].0\."):
         prepared(x, batch=batch)
     assert prepared.refresh()
     assert torch.equal(prepared(x, batch=batch), model(x))
