@@ -136,26 +136,27 @@ def reducing(ranks, **settings):
 
 
 class ReducingInside(torch.nn.Module):
-    """Two collectives inside a FULL graph; `fault` is called after each."""
+    """Two collectives inside a FULL graph; `fault` is called after each. That the number of rows
+    reaches none is found by runs."""
 
-    def __init__(self, fault=lambda rows: None):
+    def __init__(self, fault=lambda x: None):
         super().__init__()
         self.fault = fault
 
     def forward(self, x):
         count = torch.ones(1)
         dist.all_reduce(count)
-        self.fault(len(x))
+        self.fault(x)
         dist.all_reduce(count)
-        self.fault(len(x))
-        return x * 2 * count
+        self.fault(x)
+        return x * 2 * (count + x.shape[0] - x.shape[0])
 
 
 def reducing_inside(ranks, fails):
-    """The model fails after a collective wherever `fails(recorder, rows)`."""
+    """The model fails after a collective wherever `fails(recorder, x)`."""
 
-    def fault(rows):
-        if fails(ACTIVE.get(), rows):
+    def fault(x):
+        if fails(ACTIVE.get(), x):
             raise RuntimeError("out of something")
 
     config = Config(
@@ -176,14 +177,14 @@ def failing_capture(ranks, fails):
 def one_fails_inside_a_graph(ranks, odd):
     """The capture of four tokens fails on the odd rank, between two collectives."""
     return failing_capture(
-        ranks, lambda recorder, rows: odd and recorder and recorder._open and rows == 4
+        ranks, lambda recorder, x: odd and recorder and recorder._open and len(x) == 4
     )
 
 
 def one_fails_before_a_graph(ranks, odd):
     """As above, in the run before the recording."""
     return failing_capture(
-        ranks, lambda recorder, rows: odd and recorder and not recorder._open and rows == 4
+        ranks, lambda recorder, x: odd and recorder and not recorder._open and len(x) == 4
     )
 
 
@@ -191,7 +192,7 @@ def one_fails_in_a_first_run(ranks, odd):
     """As above, at the end of a run of the first capture alone, which is that of eight tokens."""
     failures = iter([False, odd])
     return failing_capture(
-        ranks, lambda recorder, rows: not recorder and CURRENT.get() and next(failures, False)
+        ranks, lambda recorder, x: not recorder and CURRENT.get() and next(failures, False)
     )
 
 
@@ -200,7 +201,7 @@ def one_looks_again(ranks, odd):
     if odd:
         found, differences = iter([{0}]), op_log._differences
         op_log._differences = lambda *logs: next(found, None) or differences(*logs)
-    model, prepared = reducing_inside(ranks, lambda recorder, rows: False)
+    model, prepared = reducing_inside(ranks, lambda recorder, x: False)
     prepared.capture()
     reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
     return [*reasons, *modes(prepared, 8, 4, 2, model=model)]
@@ -210,7 +211,7 @@ def one_fails_at_the_end(ranks, odd):
     """The first capture, when other ranks have met in all collectives of it."""
     failures = iter([False, odd])
     return failing_capture(
-        ranks, lambda recorder, rows: recorder and recorder._open and next(failures, False)
+        ranks, lambda recorder, x: recorder and recorder._open and next(failures, False)
     )
 
 
@@ -226,21 +227,21 @@ def one_fails_in_a_comparison(ranks, odd):
     """`prepare` cannot compare padding on the odd rank, and makes other runs there."""
     began, failures = time.monotonic(), iter([odd])
     _, prepared = reducing_inside(
-        ranks, lambda recorder, rows: not is_faking() and not CURRENT.get() and next(failures, 0)
+        ranks, lambda recorder, x: not is_faking() and not CURRENT.get() and next(failures, 0)
     )
     return raised_by(prepared.capture, began)
 
 
 def one_fails_in_warm_up(ranks, odd):
     """The first dummy run of `warm_up` fails on the odd rank; all ranks raise."""
-    _, prepared = reducing_inside(ranks, lambda recorder, rows: odd and CURRENT.get())
+    _, prepared = reducing_inside(ranks, lambda recorder, x: odd and CURRENT.get())
     return raised_by(prepared.warm_up, time.monotonic())
 
 
 def one_lacks_a_layer(ranks, odd):
     """Its dummy batch lacks what the caller must pass, which ends a capture."""
     _, prepared = reducing_inside(
-        ranks, lambda recorder, rows: odd and CURRENT.get() and CURRENT.get().layers["kv"]
+        ranks, lambda recorder, x: odd and CURRENT.get() and CURRENT.get().layers["kv"]
     )
     return raised_by(prepared.capture, time.monotonic())
 
