@@ -55,7 +55,7 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     with pytest.raises(
         FullModeUnsupported, match=r"attention, for .* can never be .* no attention"
     ):
-        resolve_graph_mode(config.changed(graph_mode="FULL"))
+        config.changed(graph_mode="FULL")
     breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
     resolved = resolve_graph_mode(breakable)
     assert resolved.mode is GraphMode.PIECEWISE
@@ -63,7 +63,7 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     with pytest.raises(
         FullModeUnsupported, match="whether anything needs splitting.*no attention"
     ) as caught:
-        resolve_graph_mode(breakable.changed(graph_mode="FULL"))
+        breakable.changed(graph_mode="FULL")
     assert "group" not in str(caught.value)
     (remark,) = [r for r in remarks_of(breakable) if isinstance(r, ModeLowered)]
     assert "Declare what attention can do" in remark.todo
