@@ -99,6 +99,8 @@ class Background:
             self._look(outcome.compiled)
             self._loaded = outcome
             return ""
+        if outcome.reason == "absent" and not self._compile_records.not_stored():
+            raise NotKnown(f"one of its keys was made under another state: {outcome}")
         return self._failure(str(outcome))
 
     def _failed(self, error: Exception) -> str:

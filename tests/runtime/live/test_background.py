@@ -452,6 +452,29 @@ def test_an_export_of_the_engine_while_a_key_is_made_is_no_failure(serve_cold, m
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("caller", ["without_bundle", "_traced_and_compiled"])
+def test_a_key_that_is_made_under_the_flags_of_an_export_is_no_failure(
+    serve_cold, monkeypatch, caller
+):
+    """In two tries; they are as before when the key is made."""
+    exports, make_key = [1, 2], pipeline.trace_key
+
+    def key(*given):
+        beside = threading.current_thread() is not threading.main_thread()
+        if not (beside and exports and sys._getframe(1).f_code.co_name == caller):
+            return make_key(*given)
+        exports.pop()
+        with torch.backends.mkldnn.flags(enabled=False):
+            return make_key(*given)
+
+    monkeypatch.setattr(pipeline, "trace_key", key)
+    served = serve_cold()
+    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
+    assert not exports
+    served.step(3, 1)
+
+
+@pytest.mark.compile
 def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
     begun = threading.Event()
 

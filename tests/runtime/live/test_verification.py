@@ -225,14 +225,16 @@ NO_TRACE = "RuntimeError: no trace here"
 
 
 def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
-    prepare_live, cannot_compare, caplog
+    prepare_live, cannot_compare, caplog, hostile_engine
 ):
     prepare_live()
     prepared = prepare_live().prepared
-    assert prepared.parts.starts.wait_until_verified(300) == NO_TRACE
-    assert prepared.report()["cache"]["verified"] == NO_TRACE
+    why = prepared.parts.starts.wait_until_verified(300)
+    # the last try may have met what `torch.fx` of the engine had replaced
+    assert why == NO_TRACE or (hostile_engine is not None and "has changed since" in str(why))
+    assert prepared.report()["cache"]["verified"] == why
     assert prepared.compiled.from_bundle
-    assert NO_TRACE in caplog.text
+    assert str(why) in caplog.text
 
 
 def test_what_cannot_be_compared_before_the_first_step_is_compiled(prepare_live, cannot_compare):
