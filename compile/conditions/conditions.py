@@ -210,14 +210,10 @@ class ConditionTree:
 def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition]:
     """The conditions that do not hold in this process; empty if the bundle may be used."""
     try:
-        return list(_broken(data, model))
+        return list(filter(None, checked(data, model, everywhere=True)))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         unreadable = f"unreadable ({type(error).__name__}: {error})"
         return [BrokenCondition("conditions", "recorded", unreadable)]
-
-
-def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
-    yield from filter(None, checked(data, model, everywhere=True))
 
 
 def checked(

@@ -207,8 +207,6 @@ def _sources(
     captured: Captured, model: torch.nn.Module, examples: Examples, locator: Locator
 ) -> tuple[dict[Node, Leaf | str | Place | None], dict[Node, torch.Tensor]]:
     """Evaluate each placeholder's source expression and identify the resulting object."""
-    arguments_of_forward = {**captured.closure, **captured.local_scope}
-    scope = {"L": arguments_of_forward, "G": captured.global_scope}
     weights = _weight_names(model)
     arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
     sources: dict[Node, Leaf | str | Place | None] = {}
@@ -221,13 +219,19 @@ def _sources(
         remedy = NUMPY_NUMBER if expression.startswith("___from_numpy") else ""
         where = next(filter(None, map(node_location, node.users)), None)
         try:
-            value = eval(expression, {"___from_numpy": torch.as_tensor}, scope)
+            value = _value_of(expression, captured)
             leaf = arguments.get(id(value))
             source = leaf or _place(expression, weights.get(id(value)), locator)
         except Exception as error:
             raise InputNotTraceable(where=where, source=expression, remedy=remedy) from error
         sources[node], tensors[node] = source, value
     return sources, tensors
+
+
+def _value_of(expression: str, captured: Captured) -> Any:
+    arguments_of_forward = {**captured.closure, **captured.local_scope}
+    scope = {"L": arguments_of_forward, "G": captured.global_scope}
+    return eval(expression, {"___from_numpy": torch.as_tensor}, scope)
 
 
 def _weight_names(model: torch.nn.Module) -> dict[int, str]:
@@ -298,7 +302,7 @@ def _sizes_alone(
     for node in (node for node, source in sources.items() if source is None):
         read = re.fullmatch(r"(.+)\.size\(\)\[(\d+)\]", input_source(node))
         if read and expression_of(size := node.meta["example_value"]) not in known:
-            label = labels[id(eval(read[1], {"L": captured.local_scope}))]
+            label = labels[id(_value_of(read[1], captured))]
             found.setdefault(label, {})[int(read[2])] = size
     return found
 

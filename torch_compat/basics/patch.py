@@ -99,9 +99,8 @@ def cache_variables(**values: str) -> Iterator[None]:
 
     Its code reads them by name (`torch._inductor.runtime.cache_dir_utils`), and so does Triton's.
     """
-    with compiler_lock():
-        with replaced(os, "environ", _UnlistedVariables(os.environ, values)):
-            yield
+    with compiler_lock(), replaced(os, "environ", _UnlistedVariables(os.environ, values)):
+        yield
 
 
 def dynamo_lock() -> AbstractContextManager[Any]:

@@ -139,6 +139,15 @@ class Trials:
         except torch.OutOfMemoryError:
             return {}
 
+    @contextmanager
+    def _own_values(self) -> Iterator[None]:
+        """Run with the values of the model's weights inside."""
+        try:
+            self.varies = False
+            yield
+        finally:
+            self.varies = True
+
     def mixes(self, real: Sizes, padded: Sizes) -> Found | None:
         """The first result, or state, that depends on padding; and the user's line."""
 
@@ -153,9 +162,8 @@ class Trials:
                 found |= {name: rows.any().view(1) for name, rows in depends.items()}
             return found
 
-        self.varies = False
-        found = self._confirmed(test, real, padded)
-        self.varies = True
+        with self._own_values():
+            found = self._confirmed(test, real, padded)
         return found or (self._confirmed(test, real, padded) if self._varied else None)
 
     def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
@@ -296,13 +304,14 @@ class Trials:
         self, seed: int, real: Sizes, padded: Sizes, padding: Padding, moved: bool
     ) -> tuple[list[Any], dict[str, Tensor]]:
         """The arguments of a run, and those that it has to itself by name."""
-        plan, weights = self.compiled.plan, dict(self.compiled.weights)
-        weights.update(self._varied if self.varies and self.untraced is None else {})
+        plan, weights = self.compiled.plan, self.compiled.weights
+        others = self._varied if self.varies and self.untraced is None else {}
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
         for name, (rows, extreme) in zip(self.step.args, self._inputs(seed), strict=True):
             if name in self._targets:
-                args.append(weights[self._targets[name]])
+                target = self._targets[name]
+                args.append(others[target] if target in others else weights[target])
             elif name in sizes:
                 args.append(sizes[name])
             else:
