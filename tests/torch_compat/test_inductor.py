@@ -153,7 +153,7 @@ SHOWN = f"import os; print(*map(os.environ.get, {NAMES}), os.environ['OF_A_THREA
 
 
 @pytest.mark.parametrize("before", [None, "/before"])
-@pytest.mark.parametrize("given", ["nothing", "a copy", "what is listed"])
+@pytest.mark.parametrize("given", ["nothing", "all", "a copy", "what is listed"])
 def test_no_process_that_is_started_meanwhile_gets_the_directory(
     before, given, tmp_path, monkeypatch
 ):
@@ -164,14 +164,21 @@ def test_no_process_that_is_started_meanwhile_gets_the_directory(
     monkeypatch.delenv("OF_A_THREAD", raising=False)
     with inductor.inductor_cache_directory(str(tmp_path)):
         os.environ["OF_A_THREAD"] = "kept"
-        env = {"nothing": None, "a copy": os.environ.copy(), "what is listed": {**os.environ}}
+        env = {
+            "nothing": None,
+            "all": os.environ,
+            "a copy": os.environ.copy(),
+            "what is listed": {**os.environ},
+        }
         shown = subprocess.run(
             [sys.executable, "-c", SHOWN],
             env=env[given],
+            close_fds=given != "all",  # else by posix_spawn, which counts them first
             capture_output=True,
             text=True,
             check=True,
         ).stdout.split()
+        assert len(os.environ) == len([*os.environ])
         assert os.environ[NAMES[0]] == os.getenv(NAMES[0]) == str(tmp_path)
     assert os.environ.pop("OF_A_THREAD") == shown.pop() == "kept"
     assert str(tmp_path) not in " ".join(shown)

@@ -92,6 +92,9 @@ class _UnlistedVariables(os._Environ[str]):
     def __iter__(self) -> Iterator[str]:
         return (name for name in super().__iter__() if name not in self.unlisted)
 
+    def __len__(self) -> int:
+        return sum(1 for _ in self)  # os.posix_spawn counts them, and then lists them
+
 
 @contextmanager
 def cache_variables(**values: str) -> Iterator[None]:
