@@ -93,7 +93,7 @@ class _UnlistedVariables(os._Environ[str]):
         return (name for name in super().__iter__() if name not in self.unlisted)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)  # os.posix_spawn counts them, and then lists them
+        return sum(1 for _ in self)  # who starts a program counts them, and then lists them
 
 
 @contextmanager
