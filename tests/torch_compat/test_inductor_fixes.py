@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from piecegraph.compile.backends.inductor import compiling
 from piecegraph.torch_compat.basics import tensors
 from piecegraph.torch_compat.repairs import inductor_fixes
 
@@ -58,7 +59,8 @@ def compiled_right(body, repair):
 
     torch._dynamo.reset()
     x = torch.randn(8, 8) / 4
-    with torch.no_grad(), inductor_config.patch(force_disable_caches=True), repair:
+    uncached = inductor_config.patch(force_disable_caches=True)
+    with torch.no_grad(), compiling(), uncached, repair:
         got = torch.compile(body)(x.clone())
     expected = body(x.clone())
     return all(map(torch.allclose, tensors.tree_leaves(got), tensors.tree_leaves(expected)))
