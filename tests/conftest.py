@@ -21,6 +21,10 @@ from hypothesis import settings
 # Until tests begin nothing is garbage: collecting it takes a tenth of what imports and pytest take.
 gc.disable()
 
+# What is imported until then is kept compiled, also where the environment keeps nothing: each worker
+# and a hundred processes of tests would compile it again. Modules that a test writes are not.
+KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+
 # Last of all that is done at the exit. Until then the heap stays frozen, since pytest collects
 # garbage twice when it ends; what is frozen after it is reported as leaked, in many lines below its
 # last one. A worker of xdist has reported everything and need not take torch apart, for seconds.
@@ -100,6 +104,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """`make test-core` with a part off: tests of what the part guarantees cannot pass."""
+    sys.dont_write_bytecode = KEEPS_NO_BYTECODE
     if not AS_SHIPPED:
         gc.freeze()
     gc.enable()
