@@ -127,7 +127,9 @@ def captured_results(model, requests):
     return prepared.run(decision, torch.cat(requests), positions, metadata=metadata).split(lengths)
 
 
-@pytest.mark.parametrize("rope_type", ["default", "longrope"])
+@pytest.mark.parametrize(
+    "rope_type", [pytest.param("default", marks=pytest.mark.heavy), "longrope"]
+)
 def test_frequencies_that_a_forward_makes_in_each_call_are_made_once(rope_type):
     """Phi-3.5-MoE: on the host, which no graph can hold, and scaled by a value of a tensor."""
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}

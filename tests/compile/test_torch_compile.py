@@ -98,7 +98,7 @@ NUMBERS = [
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 def test_numbers_that_change_are_inputs(compiler, tmp_path):
     """No graph goes to torch's backend, each number gives its own result, and what the cache has
     does not hold for one number alone."""

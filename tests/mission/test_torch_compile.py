@@ -36,7 +36,10 @@ def warm(tmp_path_factory):
         cache_dir=folder, graph_mode="NONE", cache={"verify_bundle": "background"},
     )  # fmt: skip
     # `patch.setattr` would leave the process without this setting
-    headers = inductor_config.patch({"aot_inductor.precompile_headers": False})
+    quick = {"precompile_headers": False, "compile_wrapper_opt_level": "O0"}
+    headers = inductor_config.patch(
+        {f"aot_inductor.{name}": value for name, value in quick.items()}
+    )
     with headers, pytest.MonkeyPatch.context() as patch:
         assert pg.compile_ahead(Model(), config)
         patch.delenv("PIECEGRAPH_OFF", raising=False)  # the tests' own setting

@@ -148,7 +148,9 @@ def fails(*args, **kwargs):
     raise RuntimeError("the search cannot go on")
 
 
-@pytest.mark.parametrize("search", ["find", "inputs_of", "__init__"])
+@pytest.mark.parametrize(
+    "search", ["find", pytest.param("inputs_of", marks=pytest.mark.heavy), "__init__"]
+)
 def test_a_search_that_fails_loses_nothing_of_what_was_found(
     case, found, wrong_pass, monkeypatch, search
 ):
@@ -232,6 +234,7 @@ def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
     assert out[-2:] == ["FULL: right", "every stage is right"]
 
 
+@pytest.mark.heavy  # of a step that was proved while serving: test_shadow_run.py
 def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, configured, wrong_pass):
     configured(compiler=wrong_pass)
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]

@@ -82,7 +82,7 @@ def test_warm_up_swaps_in_every_size_and_undoes_it(num_blocks):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mode": "none"},
+        pytest.param({"mode": "none"}, marks=pytest.mark.heavy),
         {"mode": "full-and-piecewise", "verify": "all"},
         {"mode": "full-decode-only", "strategy": "lazy", "kv_blocks": 80},  # it preempts
         {"speculate": 2, "max_num_tokens": 24},

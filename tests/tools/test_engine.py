@@ -146,7 +146,9 @@ def test_failure_30_metadata_is_sized_for_the_padded_batch(make_world, make_requ
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("kind", [ReferenceEngine, OverlappingEngine])
+@pytest.mark.parametrize(
+    "kind", [ReferenceEngine, pytest.param(OverlappingEngine, marks=pytest.mark.heavy)]
+)
 def test_steps_with_images_and_without_have_graphs_of_their_own(make_world, make_requests, kind):
     world = make_world(num_blocks=11)
     model = ImageDecoder(world.model)

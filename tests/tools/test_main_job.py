@@ -18,7 +18,6 @@ MODES, STRATEGIES = tuple(GraphMode.__members__), tuple(CaptureStrategy.__member
 HEAVY = pytest.mark.heavy
 TRIED = {
     *((mode, "EAGER") for mode in ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")),
-    ("FULL_AND_PIECEWISE", "LAZY"),
     ("FULL_DECODE_ONLY", "DELAYED"),
 }
 """The others are those of tests/runtime/live/test_matrix.py, with an engine."""
@@ -88,7 +87,8 @@ def test_each_batch_runs_in_its_own_mode(run):
 
 
 @once
-@pytest.mark.parametrize("level", [*(pytest.param(n, marks=HEAVY) for n in (0, 1, 2)), 3])
+@pytest.mark.heavy
+@pytest.mark.parametrize("level", range(4))
 def test_every_level_serves(run, level):
     assert run("--level", str(level))["verification"]["ok"]
 

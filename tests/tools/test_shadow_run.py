@@ -33,11 +33,3 @@ def test_a_wrong_step_is_the_exit_status_and_its_file_names_the_operator(
     assert main(["bisect", *MODEL, "--replay", wrong["file"]]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("stage=compiler piece=1 operator=torch.nn.functional.silu (model.py:")
-
-
-def test_right_steps_are_proved_and_the_status_is_0(configured, registered, capsys):
-    configured(compiler=registered(lambda graph, inputs: graph.forward))
-    assert main(["run", *MODEL, *SHADOW]) == 0
-    out = capsys.readouterr().out
-    assert "steps proved while serving: " in out
-    assert "WRONG" not in out

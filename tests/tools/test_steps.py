@@ -137,7 +137,6 @@ def test_the_command_records_and_replays(tmp_path, capsys):
     options = [*small, "--backend", "eager", "--no-cache", "--capture-sizes", "1,2"]
     file = str(tmp_path / "steps.pt")
     assert main(["run", *options, "--record", file]) == 0
-    assert main(["bisect", *options, "--replay", file, "--steps", "3"]) == 0
     assert main(["explain", *options, "--replay", file, "--format", "json", "--output", "-"]) == 0
     assert '"schema": 2' in capsys.readouterr().out
 

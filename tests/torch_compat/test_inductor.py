@@ -79,6 +79,7 @@ def squared():
 
 
 @pytest.mark.compile
+@pytest.mark.heavy  # tests/compile/test_inductor.py loads what it has compiled
 def test_artifact_survives_storing_and_loading(tmp_path):
     x = torch.randn(4)
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):

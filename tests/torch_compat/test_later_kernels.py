@@ -1,5 +1,7 @@
 """C++ kernels of a piece are built together, while the code of the next piece is generated."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,8 +57,14 @@ def two_kernels(x):
     return [((x.relu().sum(1, keepdim=True) + x) @ x).softmax(0)]
 
 
+@pytest.fixture(scope="module")
+def built():
+    """Libraries of this file's tests, by their source: each is built once."""
+    return {}
+
+
 @pytest.fixture
-def commands(monkeypatch):
+def commands(monkeypatch, built):
     """The calls of the compiler that built libraries."""
     from torch._inductor import cpp_builder
 
@@ -64,9 +72,17 @@ def commands(monkeypatch):
     original = cpp_builder.run_compile_cmd
 
     def run(command, cwd):
-        if " -shared " in command:
-            calls.append(command)
-        original(command, cwd)
+        if " -shared " not in command:
+            return original(command, cwd)
+        calls.append(command)
+        words = command.split()
+        library = Path(words[words.index("-o") + 1])
+        source = "".join(Path(cwd, each).read_text() for each in words if each.endswith(".cpp"))
+        if source in built:
+            library.write_bytes(built[source])
+        else:
+            original(command, cwd)
+            built[source] = library.read_bytes()
 
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", run)
     return calls

@@ -179,7 +179,7 @@ def step(prepared, metadata):
 INDUCTOR = pytest.param("inductor", marks=pytest.mark.heavy)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", INDUCTOR])
 def test_failure_23_an_op_in_a_piece_sees_the_context_of_the_capture(compiler):
     prepared = prepared_for(scaled, poison=False, compiler=compiler)
     assert step(prepared, 3.0).unique().item() == 7  # without a graph

@@ -124,7 +124,7 @@ def graphs(prepared):
     return Counter(f"{entry.mode.name} {entry.descriptor.form}" for entry in entries)
 
 
-@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("compiles", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_a_thousand_mixed_steps_are_right(compiles):
     settings = {} if compiles else {"compile": False, "graph_mode": "FULL"}
     prepared = served(**settings, steps={"after_seal": "raise"})

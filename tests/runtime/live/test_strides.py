@@ -35,13 +35,18 @@ def config(**settings):
 @pytest.fixture(
     scope="module", params=["artifacts", pytest.param("libraries", marks=pytest.mark.heavy)]
 )
-def prepared(request, tmp_path_factory):
-    used = config()
-    if request.param == "libraries":
-        used = config(cache=True, cache_dir=tmp_path_factory.mktemp("cache"))
-        compile_ahead(Model(), used)
-        used = used.changed(bundle="force")
-    prepared = prepare(Model(), used, backend=strict_backend())
+def settings(request, tmp_path_factory):
+    """With code of this kind, which is made once."""
+    made = config(cache=True, cache_dir=tmp_path_factory.mktemp("cache"))
+    if request.param == "artifacts":
+        return made
+    compile_ahead(Model(), made)
+    return made.changed(bundle="force")
+
+
+@pytest.fixture(scope="module")
+def prepared(settings):
+    prepared = prepare(Model(), settings, backend=strict_backend())
     prepared.capture()
     return prepared
 
@@ -92,12 +97,12 @@ def test_code_without_a_graph_is_given_the_strides_it_relies_on(prepared, monkey
     assert seen == [True] * 3
 
 
-def test_an_engines_buffer_with_strided_rows_is_copied(prepared):
+def test_an_engines_buffer_with_strided_rows_is_copied(settings):
     buffers = {
         "x": torch.randn(MAX_TOKENS, 4),
         "positions": torch.randint(9, (3, MAX_TOKENS)),
     }
-    served = prepare(Model(), config(), backend=strict_backend(), input_buffers=buffers)
+    served = prepare(Model(), settings, backend=strict_backend(), input_buffers=buffers)
     served.capture()
     for num_tokens in (3, 8, 12):
         for buffer in buffers.values():
