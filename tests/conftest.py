@@ -21,7 +21,7 @@ from hypothesis import settings
 # Until tests begin nothing is garbage: collecting it takes a tenth of what imports and pytest take.
 gc.disable()
 
-# What is imported until then is kept compiled, also where the environment keeps nothing: each worker
+# What is imported until then is kept compiled, also where the environment keeps nothing: workers
 # and a hundred processes of tests would compile it again. Modules that a test writes are not.
 KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 

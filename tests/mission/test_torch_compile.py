@@ -36,11 +36,10 @@ def warm(tmp_path_factory):
         cache_dir=folder, graph_mode="NONE", cache={"verify_bundle": "background"},
     )  # fmt: skip
     # `patch.setattr` would leave the process without this setting
-    quick = {"precompile_headers": False, "compile_wrapper_opt_level": "O0"}
-    headers = inductor_config.patch(
-        {f"aot_inductor.{name}": value for name, value in quick.items()}
+    quick = inductor_config.patch(
+        {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
     )
-    with headers, pytest.MonkeyPatch.context() as patch:
+    with quick, pytest.MonkeyPatch.context() as patch:
         assert pg.compile_ahead(Model(), config)
         patch.delenv("PIECEGRAPH_OFF", raising=False)  # the tests' own setting
         prepared = pg.prepare(Model(), config)

@@ -72,16 +72,15 @@ def commands(monkeypatch, built):
     original = cpp_builder.run_compile_cmd
 
     def run(command, cwd):
-        if " -shared " not in command:
-            return original(command, cwd)
-        calls.append(command)
         words = command.split()
         library = Path(words[words.index("-o") + 1])
         source = "".join(Path(cwd, each).read_text() for each in words if each.endswith(".cpp"))
+        calls.extend([command] * ("-shared" in words))
         if source in built:
             library.write_bytes(built[source])
         else:
             original(command, cwd)
+        if "-shared" in words:
             built[source] = library.read_bytes()
 
     monkeypatch.setattr(cpp_builder, "run_compile_cmd", run)
