@@ -119,11 +119,14 @@ NAMES = {
 """What pages name, by the form in which they do, and whether there is such a thing."""
 
 
-@pytest.mark.parametrize(
+OF_A_PAGE = pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.name != "CHANGELOG.md"],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
+
+
+@OF_A_PAGE
 def test_events_variables_targets_files_and_errors_that_a_page_names_exist(page):
     named = [
         (name, exists)
@@ -140,11 +143,7 @@ def test_pages_and_headings_that_the_package_names_exist():
         assert not heading or f" {heading}\n" in page.read_text(), f"{heading} in {name}"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name != "CHANGELOG.md"],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+@OF_A_PAGE
 def test_settings_that_a_page_names_exist(page):
     settings = set(setting_names(pg.Config))
     words = {setting.rpartition(".")[2] for setting in settings}

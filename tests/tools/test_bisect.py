@@ -15,7 +15,6 @@ from piecegraph.tools.bisect.case import first_wrong
 from piecegraph.tools.bisect.culprit import PieceSearch
 from piecegraph.tools.bisect.rerun import Rerun
 from piecegraph.tools.bisect.stages import stages
-from piecegraph.tools.cli.app import main
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -222,22 +221,3 @@ def test_what_cannot_be_pickled_is_said(case, wrong_pass, tmp_path):
     finding = bisect(it, script=tmp_path / "wrong.py", say=said.append)
     assert finding is not None
     assert said[-1].startswith("no script: ")
-
-
-@pytest.mark.heavy
-def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
-    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]
-    options = ["--backend", "eager", "--no-cache", "--capture-sizes", "1,2", "--steps", "3"]
-    assert main(["bisect", *small, *options]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "traced graph: right"
-    assert out[-2:] == ["FULL: right", "every stage is right"]
-
-
-@pytest.mark.heavy  # of a step that was proved while serving: test_shadow_run.py
-def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, configured, wrong_pass):
-    configured(compiler=wrong_pass)
-    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]
-    assert main(["bisect", *small, "--steps", "2"]) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("stage=compiler piece=1 operator=torch.nn.functional.silu (model.py:")

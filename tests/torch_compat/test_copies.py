@@ -121,24 +121,21 @@ class Unlike(nn.Module):
         return x
 
 
-def captured(model):
+def traced_by(capture, model):
     torch._dynamo.reset()
     x = torch.ones(5, 8)
     mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
     with dynamo_tracing("backed"), torch.no_grad():
-        trace = trace_with_copies(model, (x,), {})
-    assert trace.captured is not None
+        return capture(model, (x,), {})
+
+
+def captured(model):
+    trace = traced_by(trace_with_copies, model)
     return trace.captured, trace.copied
 
 
 def captured_whole(model):
-    torch._dynamo.reset()
-    x = torch.ones(5, 8)
-    mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
-    with dynamo_tracing("backed"), torch.no_grad():
-        found = capture_full_graph(model, (x,), {})
-    assert found is not None
-    return found
+    return traced_by(capture_full_graph, model)
 
 
 def values_of(found):

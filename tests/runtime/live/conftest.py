@@ -88,6 +88,15 @@ class Model(nn.Module):
         return x * 2
 
 
+class Gained(Model):
+    def __init__(self, gain=2.0):
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
 class MixesRows(Model):
     def forward(self, x):
         return super().forward(x) + x.nan_to_num(7.0).sum(0)
@@ -126,6 +135,14 @@ class LiveServed(Served):
     def batch(self, *lengths):
         decode = max(lengths) == 1
         return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
+
+
+def live_served(prepared, model, stage):
+    def expected(x):
+        with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
+            return model(x)
+
+    return LiveServed(prepared, expected, model, stage)
 
 
 def starts_of(lengths):
@@ -169,12 +186,7 @@ def serve(compiled):
             options or {},
             input_buffers=input_buffers,
         )
-
-        def expected(x):
-            with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
-                return model(x)
-
-        return LiveServed(prepared, expected, model, stage)
+        return live_served(prepared, model, stage)
 
     return serve
 
@@ -257,12 +269,7 @@ def prepare_live(attend_op, tmp_path, monkeypatch, hostile_engine):
                 model, config, layers={"stage": stage}, backend=backend, ranks=ranks, events=events
             )
         served.append(prepared)
-
-        def expected(x):
-            with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
-                return model(x)
-
-        return LiveServed(prepared, expected, model, stage)
+        return live_served(prepared, model, stage)
 
     yield serve
     for prepared in served:

@@ -32,7 +32,7 @@ from piecegraph.runtime.parts.proof.step_runs import KeptStep
 from piecegraph.tools.steps import load_steps
 
 from ..conftest import small_config
-from .conftest import HIDDEN, LiveServed, MixesRows, Model, Texts
+from .conftest import HIDDEN, Gained, LiveServed, MixesRows, Model, Texts
 
 Prepare = Callable[..., LiveServed]
 
@@ -173,15 +173,6 @@ def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch
     assert run(served, 3)
     assert the_wrong_step(served.prepared).out_of_service == Cause.CODE
     assert run(served, 4)
-
-
-class Gained(Model):
-    def __init__(self, gain):
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x):
-        return super().forward(x) * self.gain
 
 
 def test_a_wrong_step_says_what_changed(prepare_live, monkeypatch):

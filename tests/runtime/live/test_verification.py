@@ -28,18 +28,9 @@ from piecegraph.runtime.parts.starts.tracing_thread import STEPS_PER_EXCHANGE
 from piecegraph.torch_compat.faster.equal_layers.match import Match
 from tests.processes import two_ranks
 
-from .conftest import LENGTHS, Model, Scale
+from .conftest import LENGTHS, Gained, Model, Scale
 
 pytestmark = pytest.mark.compile
-
-
-class Gained(Model):
-    def __init__(self, gain=2.0):
-        super().__init__()
-        self.gain = gain
-
-    def forward(self, x):
-        return super().forward(x) * self.gain
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +106,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
     assert found.difference.startswith("piece 2 of 3: it has `")
     assert "* 2.0" in found.difference
     assert "* 3.0" in found.difference
-    assert "test_verification.py" in found.difference
+    assert "conftest.py" in found.difference
     assert "bundle.stale" in caplog.text
     assert served.step(3, 1) == "NONE 4"  # uncompiled; graphs of the stale code are gone
     assert served.prepared.parts.starts.wait_until_compiled(300)
