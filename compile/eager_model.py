@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ResultFormUnknown
+from ..errors import NotPortable, ResultFormUnknown
 from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
@@ -37,6 +38,7 @@ from .ir.plan import (
     SizeUse,
     Symbol,
     UserInput,
+    evaluated,
 )
 from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
@@ -61,9 +63,9 @@ def _eager_form(request: CompileRequest) -> CompiledModel:
     symbols = list(_symbols(_tensors(examples), examples, request.config).values())
     form = _result_form(request.model, examples, symbols)
     compiled = _with_result(
-        request.model, request.config, examples, form, lambda result: _without_tensors(result)[1]
+        request.model, request.config, examples, form, partial(_tensors_as_stated, form[0])
     )
-    size_uses = tuple(_size_uses(request, examples))
+    size_uses = tuple(_size_uses(request, examples, compiled.plan))
     return replace(compiled, plan=compiled.plan.model_copy(update={"size_uses": size_uses}))
 
 
@@ -177,6 +179,18 @@ def _without_tensors(result: Any) -> tuple[Any, list[Tensor]]:
     return with_refs(result, ref), tensors
 
 
+def _tensors_as_stated(structure: Any, result: Any) -> list[Tensor]:
+    """The tensors of a result in order. Raises ResultFormUnknown if the values beside them are not
+    those of `structure`, which a step returns."""
+    form, tensors = _without_tensors(result)
+    try:
+        if encode(form) == structure:
+            return tensors
+    except NotPortable:  # a number that is symbolic here
+        pass
+    raise ResultFormUnknown(reason="for some sizes it has other values beside its tensors")
+
+
 def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
     """A size that is `one` and `other` in the two runs, as an expression over the symbols."""
     if one == other:
@@ -226,8 +240,13 @@ def _fake_result(
         raise ResultFormUnknown(where=error_line(error), reason=reason) from error
 
 
-def _size_uses(request: CompileRequest, examples: Examples) -> Iterator[SizeUse]:
-    """How the model uses its number of tokens other than as a shape, as far as it runs on fakes."""
+def _size_uses(request: CompileRequest, examples: Examples, plan: Plan) -> Iterator[SizeUse]:
+    """How the model uses its number of tokens other than as a shape, as far as it runs on fakes.
+
+    A result that for some sizes has not those that `plan` states is a choice of each size. To look
+    at it makes guards: where they do not hold is another way through the model.
+    """
+    differing = list[list[int]]()
 
     def inputs_at(num_tokens: int) -> list[tuple[Tensor, Dims]]:
         inputs = list[tuple[Tensor, Dims]]()
@@ -243,13 +262,23 @@ def _size_uses(request: CompileRequest, examples: Examples) -> Iterator[SizeUse]
         remaining = iter(fakes)
         args, kwargs = examples.with_tensors(lambda *_: next(remaining)).call_arguments()
         with trial_run(request.model), torch.no_grad():
-            request.model(*args, **kwargs)
+            results = _tensors_as_stated(plan.structure, request.model(*args, **kwargs))
+        sizes = {each.name: fakes[int(each.source[1:])].shape[each.dim] for each in plan.symbols}
+        for tensor, stated in zip(results, plan.results, strict=True):
+            if [*tensor.shape] != [evaluated(size, sizes) for size in stated.shape]:
+                differing.append([int(size) for size in tensor.shape])
 
     try:
         yield from uses_of_forward(run, inputs_at, request.config.limits(TOKENS))
+    except ResultFormUnknown:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         request.events.emit("size_uses.unknown", level=logging.INFO, reason=reason)
+    if differing:
+        reason = f"a result has the sizes {differing[0]}, which is another form than for most"
+        request.events.emit("size_uses.unknown", level=logging.INFO, reason=reason)
+        yield SizeUse(expression=TOKENS, where=None, is_choice=True)
 
 
 @contextmanager

@@ -186,8 +186,7 @@ def _compiled(
     cache, folder = open_cache(config, events), config.codegen.dump_dir
     request = CompileRequest(graph, compiling, cache, events, device, dump_dir=folder)
     examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
-    untouched = {storage_id(tensor): 0 for tensor in dense_tensors(examples)}
-    writes = bool(written_storages(graph.graph, untouched))
+    writes = bool(written_storages(graph.graph, {*map(storage_id, dense_tensors(examples))}))
     compiled = compile_trace(request, GuardedTrace(trace, guards, compiling))
     step = compiled.link()
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph
+from torch.fx.node import map_arg
 
 from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import overload_of
@@ -24,9 +24,10 @@ from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names
 from ..trace.dynamo import Trace
-from ..trace.examples import Dims, Examples
+from ..trace.examples import Dims, Examples, Leaf
 from ..trace.mutations import written_placeholders
 from ..trace.splitting import is_splitting
+from ..trace.symbols import symbol_labels
 from .numerics_check import WithoutStep
 from .tolerance import compare
 
@@ -43,7 +44,7 @@ def padding_difference(
         if isinstance(traced.sources[node], Place)
     ]
     try:
-        return _difference(model, padded, sizes, low, ops)
+        return _difference(model, traced, padded, sizes, ops)
     finally:
         with torch.inference_mode():  # in which tensors of either kind may be written
             for tensor, before in placed:
@@ -51,15 +52,15 @@ def padding_difference(
 
 
 def _difference(
-    model: torch.nn.Module, padded: Examples, sizes: Iterator[int], low: int, ops: set[Any]
+    model: torch.nn.Module, traced: Trace, padded: Examples, sizes: Iterator[int], ops: set[Any]
 ) -> str | None:
-    expected = _run(model, padded, ops)
+    whole, low = _run(model, padded, ops), padded.size_of(TOKENS)
     for size in sizes:
         small = padded.with_tokens(size)
         try:
             got = _run(model, small, ops)
-            same_size = list(starmap(_cut, zip(got, expected, strict=False)))
-            wrong = compare(got, same_size, partial(_run, model, small, ops))
+            returned = _returned(traced, whole, size)
+            wrong = compare(got, returned, partial(_run, model, small, ops))
         except Exception as error:
             return f"at {size} it raises {type(error).__name__}: {error}"
         if wrong is not None and wrong.unknown:
@@ -103,8 +104,27 @@ def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]
     return tree_leaves(result)
 
 
-def _cut(small: Any, padded: Any) -> Any:
-    """The part of a padded result that has the shape of the small one, if it has that."""
-    if not isinstance(small, Tensor) or small.dim() != padded.dim():
-        return padded
-    return padded[tuple(slice(0, size) for size in small.shape)]
+def _returned(traced: Trace, whole: list[Any], num_tokens: int) -> list[Any]:
+    """What a step of `num_tokens` returns of the leaves of a padded result: the part that has the
+    sizes which the trace states, whatever the model's own result has."""
+    sizes = {
+        symbol: num_tokens if label == TOKENS else traced.examples.size_of(label)
+        for symbol, label in symbol_labels(traced).items()
+    }
+    outputs = map_arg(traced.outputs(), lambda node: node.meta["example_value"])
+    stated = {f"o{index}": value for index, value in enumerate(outputs)}
+    for node, source in traced.sources.items():
+        if isinstance(source, Leaf):
+            stated[f"L.{source.label}"] = node.meta["example_value"]
+
+    def size(value: Any) -> int:
+        return int(traced.symbol_of(value).xreplace(sizes))
+
+    returned = []
+    for ref, leaf in zip(tree_leaves(traced.structure), whole, strict=True):
+        value = stated.get(ref)
+        if isinstance(value, Tensor):
+            returned.append(leaf[tuple(slice(0, size(each)) for each in value.shape)])
+        else:
+            returned.append(size(value) if isinstance(value, torch.SymInt) else leaf)
+    return returned

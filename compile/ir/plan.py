@@ -305,6 +305,16 @@ class Plan(Frozen):
         plans = self.intervals()
         return next((p for p in plans if num_tokens <= p.ranges[-1].high), plans[-1])
 
+    def unstated(self, outputs: Sequence[Any], sizes: Mapping[str, int]) -> str:
+        """What of a run's flat results has sizes that `results` does not state; empty if nothing.
+        Rows are cut from them by what it states."""
+        names = {symbol.name: sizes[symbol.label] for symbol in self.symbols}
+        for output, result in zip(outputs, self.results, strict=True):
+            stated = tuple(evaluated(size, names) for size in result.shape)
+            if isinstance(output, torch.Tensor) and output.shape != stated:
+                return f"a result has the sizes {tuple(output.shape)} instead of {stated}"
+        return ""
+
     def broken(self, sizes: Mapping[str, int]) -> GuardCheck | None:
         """The first check that fails or has no value at `sizes`, given by label."""
         for check in self.checks:

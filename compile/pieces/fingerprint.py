@@ -58,6 +58,7 @@ def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] = (
 def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Collection[str] = ()) -> str:
     """The text that is hashed; comparing two texts shows how pieces differ."""
     writer = _Writer(root)
+    writer.see(graph)
     lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
     for space, names in names_read(graph.nodes).items():  # a program may have replaced some
         held = torch.Tensor if space == TENSOR else sys.modules[space]
@@ -89,6 +90,22 @@ class _Writer:
         """The one that is written."""
         self._count = 0
         self._ops: dict[str, Node] = {}
+        self._bases: dict[Node, torch.Tensor] = {}
+        """Of placeholders that share memory which may be written, what each is a view of: generated
+        code takes that in place of them."""
+
+    def see(self, graph: Graph) -> None:
+        """Look at all placeholders, before lines are written."""
+        groups: dict[int, list[Node]] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = node.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                groups.setdefault(storage_id(value), []).append(node)
+        for nodes in groups.values():
+            for node in nodes if len(nodes) > 1 else ():
+                base = node.meta["example_value"]._base
+                if base is not None and WEIGHT not in node.meta:
+                    self._bases[node] = base
 
     def line(self, node: Node) -> str:
         self._numbers[node] = len(self._numbers)
@@ -104,6 +121,7 @@ class _Writer:
             self._argument(node.kwargs if launch is None else launch[1]),
             "" if launch is None else source_fingerprint(launch[0]),
             self._value(node.meta.get("example_value")),
+            *([self._value(self._bases[node])] if node in self._bases else ()),
         ]
         return f"%{self._numbers[node]} " + " | ".join(parts)
 

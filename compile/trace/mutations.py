@@ -1,28 +1,25 @@
 """Which arguments and weights a model writes to, directly or through a view, by its trace.
 
 A graph that ran on copies of its inputs must copy back what was written; a dummy batch must restore
-what it wrote. Torch counts the writes to each fake tensor; a custom op's schema names its own, and
-a function that hides some, as a batch norm in training does, is run on fakes.
+what it wrote. A custom op's schema names its writes. Torch counts those of its own functions to
+each fake tensor, but for those that hide some, as a batch norm in training does: they are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ...torch_compat.basics.ops import HigherOrderOperator, hides_writes, overload_of, triton_writes
 from ...torch_compat.basics.tensors import (
-    faked_again,
-    fresh_fake_mode,
+    FakeTensorMode,
     is_wrapper_subclass,
     storage_id,
-    tree_map_only,
-    whole,
     writes_counted,
 )
 from ..ir.ops import FakeWrites, op_names, tensors_in, written_by
@@ -35,53 +32,53 @@ def written_placeholders(trace: Trace) -> set[Node]:
     for node in trace.tensors:
         if dense_tensors(fake := node.meta["example_value"]):
             groups.setdefault(storage_id(fake), []).append(node)
-    mode, untouched, of_tensors = fresh_fake_mode(), dict.fromkeys(groups, 0), dict[int, int]()
-    for storage, nodes in groups.items():
-        values = [node.meta["example_value"] for node in nodes]
-        if any(map(writes_counted, values)):
-            fakes = [faked_again(trace.tensors[node], mode) for node in nodes]  # alive together
-            counts = [*map(writes_counted, fakes)]
-            of_tensors |= {id(whole(v)): count for v, count in zip(values, counts, strict=True)}
-            untouched[storage] = min(counts)
-    written = written_storages(trace.graph.graph, untouched, of_tensors)
+    written = written_storages(trace.graph.graph, groups.keys())
     return {node for storage in written for node in groups[storage]}
 
 
-def written_storages(
-    graph: Graph, untouched: Mapping[int, int], of_tensors: Mapping[int, int] = MappingProxyType({})
-) -> set[int]:
-    """Those that some node writes to of storages, given with their counts of writes before.
+def written_storages(graph: Graph, storages: Collection[int]) -> set[int]:
+    """Those of `storages` that some node writes to.
 
-    Tensors that share a storage each have a count: `of_tensors` has those that differ, by id.
+    A count may be that of making a fake, as for views and storages with several tensors: what is
+    given memory with a count is run again.
     """
-    written: set[int] = set()
+    counted, written = set[int](), set[int]()
     for node in graph.nodes:
-        written |= {
-            storage
-            for tensor in dense_tensors(node.meta.get("example_value"))
-            if (storage := storage_id(tensor)) in untouched
-            and writes_counted(tensor) > of_tensors.get(id(whole(tensor)), untouched[storage])
-        }
-        is_op = op_names(node) or isinstance(node.target, HigherOrderOperator)
-        if not (is_op or hides_writes(getattr(node.target, "__name__", ""))):
-            continue  # torch has counted its writes
-        args, kwargs = tree_map_only(
-            Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
+        for tensor in dense_tensors(node.meta.get("example_value")):
+            if writes_counted(tensor):
+                counted.add(storage_id(tensor))
+    for node in graph.nodes:
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), lambda used: used.meta.get("example_value")
         )
-        if any(storage_id(tensor) in untouched for tensor in dense_tensors((args, kwargs))):
-            written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
-    return written & untouched.keys()
+        given = {storage_id(tensor) for tensor in dense_tensors((args, kwargs))}
+        given.intersection_update(storages)
+        if given & counted or (given and _is_uncounted(node)):
+            try:
+                written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
+            except Exception:  # a function that needs more than a node tells
+                written |= given
+    return written.intersection(storages)
+
+
+def _is_uncounted(node: Node) -> bool:
+    """Whether it may write what torch does not count."""
+    is_op = op_names(node) or isinstance(node.target, HigherOrderOperator)
+    return bool(is_op) or hides_writes(getattr(node.target, "__name__", ""))
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
-    """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
+    """By an op's schema, a Triton kernel's code, or a run; for any other op of higher order all."""
     if op_names(node):
         return written_by(overload_of(node), args, kwargs)
     if not isinstance(node.target, HigherOrderOperator):
-        tensors = dense_tensors((args, kwargs))
-        with FakeWrites(tensors[0].fake_mode) as writes:  # type: ignore[attr-defined]
-            node.target(*args, **kwargs)  # type: ignore[operator]
-        return filter(writes.include, tensors)
+        tensors, call = dense_tensors((args, kwargs)), node.target
+        if isinstance(call, str):
+            call, args = getattr(args[0], call), args[1:]
+        fakes: FakeTensorMode = tensors[0].fake_mode  # type: ignore[attr-defined]
+        with torch.no_grad(), fakes, FakeWrites(fakes) as writes:
+            call(*args, **kwargs)
+        return [tensor for tensor in tensors if writes.include(tensor)]
     known = triton_writes(node, kwargs)
     return dense_tensors((args, kwargs) if known is None else known)
 

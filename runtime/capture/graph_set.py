@@ -89,9 +89,12 @@ class GraphSet:
             raise self._told(capture_failure(error, name), error) from error
         finally:
             session.finalize()
+        fault = compiled.plan.unstated(recording.outputs, sizes)
         if breaks and not compiled.traced and not _breaks(recording):
+            fault = NOTHING_BREAKS
+        if fault:
             recording.release()
-            raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
+            raise CaptureFailed(name=name, reason=fault)
         return recording
 
     def _told(self, failure: CaptureFailed, cause: Exception) -> CaptureFailed:

@@ -236,6 +236,22 @@ def test_nested_graphs_are_part_of_the_content():
     assert nested(torch.sin) != nested(torch.cos)
 
 
+def test_what_inputs_that_share_memory_are_views_of_is_a_part_of_the_content():
+    """AOTAutograd replaces them by it where one is written."""
+
+    def of_views(whole, *more):
+        graph = Graph()
+        for value in (whole[0], whole[1], *more):
+            graph.placeholder("value").meta["example_value"] = value
+        graph.output(())
+        return fingerprint(graph, torch.nn.Module())
+
+    whole, other = torch.zeros(2, 8), torch.zeros(4, 8)
+    assert of_views(whole) == of_views(other[:2].clone()) != of_views(other)
+    assert of_views(whole) != of_views([each.data for each in whole])
+    assert of_tensor(whole[0]) == of_tensor(other[0])  # alone it is what it is
+
+
 class Other(TwoTensor):
     """Equal in form to the class that it is derived from."""
 

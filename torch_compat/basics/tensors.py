@@ -222,24 +222,6 @@ def fresh_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def faked_again(tensor: Tensor, fake_mode: Any) -> Tensor:
-    """A new fake of `tensor`, made as Dynamo does: that of a view, or of a storage that has another
-    fake, counts writes of its own making."""
-    base = whole(tensor)
-    with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
-        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        alias.set_(tensor.untyped_storage(), *part_of_storage(base))
-        if base is not tensor:
-            alias = alias.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        fake: Tensor = fake_mode.from_tensor(alias)
-    return fake
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The tensor that `tensor` is a view of, with which it shares its write count, or itself."""
-    return tensor if tensor._base is None else tensor._base
-
-
 def is_faking() -> bool:
     """Whether operations make fake tensors in this thread: a run that computes only shapes."""
     return any(isinstance(mode, FakeTensorMode) for mode in _dispatch_modes())
@@ -318,6 +300,19 @@ def unowned_alias(tensor: Tensor) -> Tensor:
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
     return alias_of(memory, tensor.dtype, part_of_storage(tensor))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """`tensor` at its present address, not a weight. A view stays one: torch's code for inputs that
+    share memory asks what they are views of."""
+    base = tensor._base
+    if base is None or _read_as(base) != _read_as(tensor):
+        return tensor.detach()
+    return base.detach().as_strided(*part_of_storage(tensor)[1:], tensor.storage_offset())
+
+
+def _read_as(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def part_of_storage(tensor: Tensor) -> tuple[Any, Sequence[int], Sequence[int]]:

@@ -29,6 +29,7 @@ from ....torch_compat.basics.ops import (
     returns_nothing,
 )
 from ....torch_compat.basics.tensors import (
+    detached,
     storage_id,
     tree_map_only,
     without_modes,
@@ -148,7 +149,7 @@ class Tape(TensorTracker):
     def _record(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, result: Any, fresh: list[Tensor]
     ) -> None:
-        args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, detached, (args, kwargs))
         self.operations.append(_operation(partial(fn, *args, **kwargs), result, fresh))
 
     def _save(self, tensors: list[Tensor], rows: tuple[int, Tensor] | None = None) -> None:

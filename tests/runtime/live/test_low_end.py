@@ -93,6 +93,23 @@ def test_model_that_computes_something_else_for_small_batches_is_refused():
     assert "narrow" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x.split(4)[0], lambda x: x if len(x) > 3 else torch.cat([x, x, x, x])[:4]],
+    ids=["fewer rows", "more rows"],
+)
+def test_model_whose_padded_result_has_other_rows_is_refused(part):
+    """What is cut from the result of a padded batch is what the trace states, whatever the model
+    returns for the small one."""
+
+    class Rows(Recurrent):
+        def forward(self, x):
+            return part(super().forward(x))
+
+    with pytest.raises(GuardUnproved, match=r"tracing\.min_num_tokens="):
+        prepared(Rows())
+
+
 def test_user_states_the_low_end():
     model = Recurrent(lambda linear, x: x * 2)
     served = prepared(model, tracing={"min_num_tokens": 4})

@@ -115,3 +115,37 @@ def test_a_result_that_is_a_view_of_an_input_can_be_the_next_steps_input(prepare
         alone = {name: tensor.clone() for name, tensor in given.items()} | {"z": expected}
         (got, out), (expected, wanted) = run(prepared, mode, given), plain(**alone)
         torch.testing.assert_close((got, out), (expected, wanted))
+
+
+class Cache(nn.Module):
+    """Writes keys through a view of its cache; reads both halves of that."""
+
+    def __init__(self, view=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys = nn.Linear(4, 4)
+        cache = torch.zeros(2, 32, 4)
+        part = cache[0] if view else torch.empty(0).set_(cache.untyped_storage(), 0, (32, 4))
+        self.register_buffer("cache", cache)
+        self.register_buffer("part", part)
+
+    def forward(self, x, slots):
+        self.part.index_copy_(0, slots, self.keys(x))
+        return self.cache[0, slots] + self.cache[1, slots]
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_a_buffer_that_is_a_view_of_another_is_state(compiler, view):
+    model, plain = Cache(view), Cache(view)
+    forms = {"x": "float32[num_tokens, 4]", "slots": "int64[num_tokens]"}
+    config = small_config(16, inputs=forms, capture_sizes=(4,), compiler=compiler)
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    assert not model.cache.any()  # written by the capture, and restored
+    for _ in range(3):
+        x, slots = torch.randn(4, 4), torch.randperm(32)[:4]
+        decision = prepared.dispatch(Batch(4, 4, is_decode=True, query_len=1))
+        assert decision.mode.name == "FULL"
+        torch.testing.assert_close(prepared.run(decision, x, slots), plain(x, slots))
+        torch.testing.assert_close(model.cache, plain.cache)
