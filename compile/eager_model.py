@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
     tree_unflatten,
-    without_regions,
 )
-from .held_values import HeldValues
+from .held_values import trial_run
 from .ir.compilation import CompileRequest
 from .ir.config import TOKENS, CompileConfig
 from .ir.locations import error_line, first_line
@@ -279,22 +277,6 @@ def _size_uses(request: CompileRequest, examples: Examples, plan: Plan) -> Itera
         reason = f"a result has the sizes {differing[0]}, which is another form than for most"
         request.events.emit("size_uses.unknown", level=logging.INFO, reason=reason)
         yield SizeUse(expression=TOKENS, where=None, is_choice=True)
-
-
-@contextmanager
-def trial_run(model: torch.nn.Module) -> Iterator[None]:
-    """A run of the model that is no step: its compiled regions are not compiled for it.
-
-    Restores at the end the attributes of modules and of their tensors, and those of what they hold:
-    a run on fakes may keep some, as a table that it makes when it is first needed.
-    """
-    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
-    held = HeldValues({name: each for owners in named for name, each in owners})
-    try:
-        with without_regions():
-            yield
-    finally:
-        held.restore()
 
 
 def _forward(

@@ -4,8 +4,13 @@ hold. Other objects have state of their own, such as a kernel that was built."""
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
+
+import torch
+
+from ..torch_compat.basics.tensors import without_regions
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LONG = 1000
@@ -47,6 +52,22 @@ class HeldValues:
                     del holder[name]
                 elif holder.get(name, _held) is not then[name]:
                     holder[name] = then[name]
+
+
+@contextmanager
+def trial_run(model: torch.nn.Module) -> Iterator[None]:
+    """A run of the model that is no step: its compiled regions are not compiled for it.
+
+    Restores at the end the attributes of modules and of their tensors, and those of what they hold:
+    a run on fakes may keep some, as a table that it makes when it is first needed.
+    """
+    named = (model.named_modules(), model.named_parameters(), model.named_buffers())
+    held = HeldValues({name: each for owners in named for name, each in owners})
+    try:
+        with without_regions():
+            yield
+    finally:
+        held.restore()
 
 
 def _holders(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:

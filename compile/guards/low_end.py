@@ -21,6 +21,7 @@ from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import overload_of
 from ...torch_compat.basics.tensors import tree_leaves
 from ..conditions.places import Place
+from ..held_values import trial_run
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names
 from ..trace.dynamo import Trace
@@ -91,10 +92,11 @@ def _made_up(examples: Examples, low: int) -> Examples:
 
 
 def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]:
-    """The leaves of the model's result; its buffers and arguments stay as they are."""
+    """The leaves of the model's result; buffers, arguments and attributes stay as they are."""
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = examples.with_tensors(lambda tensor, _: tensor.clone()).call_arguments()
     with (
+        trial_run(model),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         without_other_ranks(),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compile.eager_model import trial_run
+from ....compile.held_values import trial_run
 from ....compile.ir.locations import user_line
 from ....compile.ir.ops import FakeWrites, tensors_in, written_by
 from ....compile.ir.serialization import dtype_name

@@ -125,11 +125,14 @@ def test_check_run_leaves_the_model_as_it_was():
     class Counting(Recurrent):
         def forward(self, x):
             self.steps.add_(1)
+            self.calls += 1
+            self.sizes.append(x.shape[0])
             return super().forward(x)
 
     model = Counting()
+    model.calls, model.sizes = 0, []
     prepared(model)
-    assert model.steps.item() == 0
+    assert (model.steps.item(), model.calls, model.sizes) == (0, 0, [])
 
 
 def test_written_inputs_of_a_padded_step_reach_the_caller():
