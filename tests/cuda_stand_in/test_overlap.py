@@ -12,6 +12,7 @@ from rich.console import Console
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
+from tests.cuda_stand_in import values
 
 from .models import batch, eager
 from .test_scenes import captured
@@ -25,6 +26,26 @@ def on_host(event: torch.cuda.Event, other: torch.cuda.Stream) -> None:
 
 def on_stream(event: torch.cuda.Event, other: torch.cuda.Stream) -> None:
     event.wait(other)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_wait_ends_where_what_runs_meanwhile_submits_more(stand_in, seed):
+    """A wait for a stream is for what was last on it when the wait began."""
+    stand_in.seed(seed)
+    torch.cuda.synchronize()
+    ran = list[int]()
+
+    def submit_more() -> None:
+        ran.append(1)
+        for _ in range(4):
+            values.on_stream("later", lambda: ran.append(2))
+
+    values.on_stream("first", submit_more)
+    values.on_stream("second", lambda: ran.append(1))
+    torch.cuda.current_stream().synchronize()
+    assert ran.count(1) == 2
+    torch.cuda.synchronize()
+    assert ran.count(2) == 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)

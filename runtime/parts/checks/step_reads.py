@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....compile.ir.ops import tensors_in
 from ....errors import ReadNotKept, StaleContext
-from ....torch_compat.basics.tensors import tree_flatten, tree_unflatten
+from ....torch_compat.basics.tensors import storage_id, tree_flatten, tree_unflatten
 from ...capture.recorder import Kept
 from ...core.binding import Verbatim
 from ...forward_context import CURRENT, ForwardContext
@@ -366,14 +366,18 @@ class TensorReads(TorchFunctionMode):
         elif isinstance(result, UntypedStorage | TypedStorage):
             size = tensor.untyped_storage().nbytes()
             observer.tensor_fact(tensor, "untyped_storage().nbytes()", None, size)
-        elif made and type(result) in (tuple, list):  # as many as the tensor has in a dimension
-            at = 1 if name in ("unbind", "__iter__") else 2
-            dim = kwargs.get("dim", args[at] if len(args) > at else 0)
-            observer.tensor_fact(tensor, f"shape[{dim}]", None, tensor.shape[dim])
+        elif made and type(result) in (tuple, list):
+            if any(_is_part(each, tensor) for each in result):  # as many as its sizes make
+                observer.tensor_fact(tensor, "shape", None, tensor.shape)
         elif is_fact and (
             name == "__len__" or (not name.startswith("_") and hasattr(Tensor, name))
         ):
             observer.tensor_fact(tensor, name, (args[1:], kwargs), result)
+
+
+def _is_part(value: Any, tensor: Tensor) -> bool:
+    """Whether it is a view. What is computed has a kernel that reads the tensor, with its sizes."""
+    return isinstance(value, Tensor) and storage_id(value) == storage_id(tensor)
 
 
 _VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}

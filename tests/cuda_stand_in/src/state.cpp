@@ -126,8 +126,9 @@ static void run(Lock& lock, size_t position) {
 }
 
 // Half of the waits run only what is waited for, the others whatever is ready. Both are what a
-// device may do, and code that lacks a wait is wrong under one of them.
-void finish(Lock& lock, const WorkPtr& work) {
+// device may do, and code that lacks a wait is wrong under one of them. `work` is not a reference to
+// the last of a stream: what runs here may submit more to it.
+void finish(Lock& lock, WorkPtr work) {
   State& s = state();
   if (!work || work->state == Work::kDone) return;
   bool only_needed = s.random() & 1;

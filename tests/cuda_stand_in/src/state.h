@@ -176,7 +176,7 @@ cudaError_t submit(Stream* stream, const std::string& name, std::function<void()
 // Submits work that follows everything submitted to any stream of a device.
 void submit_last(int device, std::function<void()> body);
 // Runs work until `work` is done. Releases the lock while a body runs.
-void finish(Lock& lock, const WorkPtr& work);
+void finish(Lock& lock, WorkPtr work);
 void finish_device(Lock& lock, int device);
 
 std::map<char*, Block>::iterator block_of(const void* pointer);

@@ -510,6 +510,39 @@ def test_each_kind_of_change_is_noticed(change):
         assert "an object of its own, and metadata.a in this step" in str(caught.value)
 
 
+SEVERAL = {
+    "attention": lambda t: nn.functional.multi_head_attention_forward(
+        t, t, t, 4, 1, torch.ones(12, 4), None, None, None, False, 0.0, torch.ones(4, 4), None)[0],
+    "a cell": lambda t: torch.lstm_cell(t, (t, t), *(torch.ones(16, 4) for _ in range(2)))[0],
+    "a norm": lambda t: torch.native_layer_norm(t, (4,), None, None, 1e-5)[0],
+    "three of one form": lambda t: sum(torch.broadcast_tensors(t, t * 2, t[0])),
+    "a grid": lambda t: torch.meshgrid(t[:, 0], t[0], t[0, :1], indexing="ij")[0].squeeze(-1),
+    "parts": lambda t: sum(torch.split(t, 2, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("several", SEVERAL)
+def test_a_function_that_returns_several_tensors_can_be_captured(several):
+    """Of `split` and its like the number of parts is noted; the third argument of others is none."""
+    model = Returns(SEVERAL[several])
+    config = small_config(4, capture_sizes=(2,), compile=False)
+    prepared = prepare(model, config)
+    prepared.capture()
+    x = torch.rand(2, 4)
+    decision = prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
+    assert decision.mode.name == "FULL"
+    torch.testing.assert_close(prepared.run(decision, x), model(x))
+
+
+class Returns(nn.Module):
+    def __init__(self, of_rows):
+        super().__init__()
+        self.of_rows = of_rows
+
+    def forward(self, x):
+        return self.of_rows(x)
+
+
 FACTS: dict[str, tuple[Callable[[Any], float], Callable[[], Any]]] = {
     "shape": (lambda t: t.shape[1], lambda: torch.ones(2, 3)),
     "size(dim=1)": (lambda t: t.size(dim=1), lambda: torch.ones(2, 3)),
