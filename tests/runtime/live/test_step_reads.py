@@ -523,7 +523,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("several", SEVERAL)
 def test_a_function_that_returns_several_tensors_can_be_captured(several):
-    """Of `split` and its like the number of parts is noted; the third argument of others is none."""
+    """Of `split` and its like the number of parts is noted; of others it is what it is."""
     model = Returns(SEVERAL[several])
     config = small_config(4, capture_sizes=(2,), compile=False)
     prepared = prepare(model, config)
