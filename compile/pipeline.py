@@ -122,7 +122,7 @@ def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
 def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledModel:
     with request.events.span("import dynamo", level=logging.INFO):
         from .backends.workers import workers_for
-        from .guards.trace_with_guards import padded_instead, trace_with_guards
+        from .guards.trace_with_guards import split_instead, trace_with_guards
 
     with workers_for(request) as executor:
         with request.events.span("trace", level=logging.INFO):
@@ -133,10 +133,10 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
         try:
             return _compile(request, traces, key, executor)
         except PieceFailed:
-            padded = padded_instead(request, traces)
-            if padded is None:
+            split = split_instead(request, traces)
+            if split is None:
                 raise
-            return _compile(request, padded, key, executor)
+            return _compile(request, split, key, executor)
 
 
 def _compile(

@@ -3,19 +3,18 @@
 Torch's own layout decisions put guards on sizes that the model does not depend on: `reshape` of a
 transposed tensor asks whether a size is 1. A trace that fails for that reason is tried once more
 with unbacked sizes, for which torch cannot ask; a trace that succeeds there holds for every size.
-If that fails too, and the guard fails only for small sizes, smaller batches are padded.
+If that fails too, and the guard fails only for small sizes, these get a trace of their own.
 
-Under the policy `split` there is no padding but one trace for each interval of token counts on
-which its guards hold. A trace serves the sizes around that of its example, up to where a guard
-fails; what is left over is traced again.
+So does each interval of token counts under the policy `split`. A trace serves the sizes around that
+of its example, up to where a guard fails; what is left over is traced again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -27,7 +26,6 @@ from ..trace.dynamo import Trace, trace
 from ..trace.examples import example_inputs, example_size
 from ..trace.size_asserts import SizeAssert, take_size_asserts
 from ..trace.symbols import argument_sizes, symbol_labels
-from .low_end import padding_difference
 from .prover import GuardProver, interval_around
 
 MAX_INTERVALS = 8
@@ -46,8 +44,7 @@ class GuardedTrace:
 
 
 def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[GuardedTrace]:
-    """One trace of each call form; under the policy `split` one for each interval of token counts,
-    ascending.
+    """The traces of each call form: one, or one for each interval of token counts, ascending.
 
     Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
 
@@ -58,9 +55,7 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
     try:
         splits = request.config.guards is GuardPolicy.SPLIT
         guarded: list[GuardedTrace] | CompileError = [
-            each
-            for form in request.forms()
-            for each in (_split(form) if splits else [_proved(form)])
+            each for form in request.forms() for each in (_split(form) if splits else _proved(form))
         ]
     except CompileError as error:
         guarded = error
@@ -75,81 +70,74 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
     return guarded
 
 
-def _proved(request: CompileRequest) -> GuardedTrace:
+def _proved(request: CompileRequest) -> list[GuardedTrace]:
+    """One trace, or several where a guard holds only from some size on."""
     is_unbacked = request.config.code.dynamic_shapes is DynamicShapes.UNBACKED
     try:
-        return _traced(request)
+        return [_traced(request)]
     except TraceFailed as failed:
         if is_unbacked:
             raise
         try:
-            return _traced(_with(request, DynamicShapes.UNBACKED))
+            return [_traced(_with(request, DynamicShapes.UNBACKED))]
         except (GuardUnproved, Specialized):  # an assertion that fails at the example's size
             raise
         except CompileError:
             raise failed from failed.__cause__
     except GuardUnproved as unproved:
         if is_unbacked:
-            if (padded := _padded_trace(request, unproved)) is None:
+            if (intervals := _intervals(request, unproved)) is None:
                 raise
-            return padded
+            return intervals
         try:
             unbacked = _traced(_with(request, DynamicShapes.UNBACKED))
         except CompileError:
-            padded = _padded_trace(request, unproved)
-            if padded is None:
+            intervals = _intervals(request, unproved)
+            if intervals is None:
                 raise unproved from None
-            return padded
+            return intervals
         request.events.emit("trace.unbacked", reason=str(unproved))
-        return replace(unbacked, unproved=unproved)
+        return [replace(unbacked, unproved=unproved)]
 
 
-def padded_instead(
+def split_instead(
     request: CompileRequest, traces: Sequence[GuardedTrace]
 ) -> list[GuardedTrace] | None:
     """Traces to use where a compiler cannot compile one with unbacked sizes; None if there are
     none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
     if not any(each.unproved for each in traces):
         return None
-    padded = [
-        _padded_trace(form, each.unproved) if each.unproved else each
-        for form, each in zip(request.forms(), traces, strict=True)
-    ]
-    return [each for each in padded if each] if all(padded) else None
-
-
-def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:
-    """A trace for the sizes from which the guards hold; None if padding up to them is not right."""
-    model, config, low, guarded = request.model, request.config, _low_end(unproved), None
-    while low is not None and guarded is None:
-        raised = replace(request, config=replace(config, min_num_tokens=low))
-        try:
-            guarded = _traced(raised)
-        except GuardUnproved as other:
-            low = _low_end(other)
-        except CompileError:
+    split = list[GuardedTrace]()
+    for form, each in zip(request.forms(), traces, strict=True):
+        intervals = _intervals(form, each.unproved) if each.unproved else [each]
+        if intervals is None:
             return None
-    if guarded is None or low is None:
+        split += intervals
+    return split
+
+
+def _intervals(request: CompileRequest, unproved: GuardUnproved) -> list[GuardedTrace] | None:
+    """The traces for the sizes from which a guard holds, and for smaller ones; None if there are
+    none. Mamba models, for example, ask whether there is more than one token."""
+    if unproved.facts["symbol"] != TOKENS or unproved.facts["holds_from"] is None:
         return None
-    below = range(config.min_num_tokens, low)
-    sizes = iter(sorted({*below[:3], *below[-1:]}))
-    fault = padding_difference(model, guarded.trace, config, sizes, low)
-    facts: dict[str, Any] = {"min_num_tokens": low, "condition": str(unproved.facts["expression"])}
-    if fault is not None:
-        request.events.emit("low_end.refused", where=unproved.where, reason=fault, **facts)
+    try:
+        traces = _split(request, unbacked=False)
+    except CompileError:
         return None
-    request.events.emit("low_end", level=logging.WARNING, where=unproved.where, **facts)
-    return guarded
+    request.events.emit(
+        "trace.intervals",
+        level=logging.INFO,
+        where=unproved.where,
+        condition=str(unproved.facts["expression"]),
+        intervals=[each.config.limits(TOKENS) for each in traces],
+    )
+    return traces
 
 
-def _low_end(unproved: GuardUnproved) -> int | None:
-    """The number of tokens from which a guard on it holds; None for a guard on anything else."""
-    low: int | None = unproved.facts["holds_from"]
-    return low if unproved.facts["symbol"] == TOKENS else None
-
-
-def _split(request: CompileRequest) -> list[GuardedTrace]:
-    """The traces that serve the range, each on an interval of token counts.
+def _split(request: CompileRequest, *, unbacked: bool = True) -> list[GuardedTrace]:
+    """The traces that serve the range, each on an interval of token counts. With `unbacked`, one
+    with unbacked sizes serves an interval where that is possible.
 
     Raises GuardUnproved for a guard on anything else, and for more intervals than MAX_INTERVALS.
     """
@@ -159,7 +147,7 @@ def _split(request: CompileRequest) -> list[GuardedTrace]:
     while remaining:
         request.checkpoint()
         low, high = remaining.pop()
-        guarded, failed = _around_example(_sized(request, low, high))
+        guarded, failed = _around_example(_sized(request, low, high), unbacked)
         traces.append(guarded)
         first, last = guarded.config.limits(TOKENS)
         spans = (low, first - 1), (last + 1, high)
@@ -175,7 +163,7 @@ def _split(request: CompileRequest) -> list[GuardedTrace]:
 
 
 def _around_example(
-    request: CompileRequest,
+    request: CompileRequest, unbacked: bool
 ) -> tuple[GuardedTrace, GuardUnproved | Specialized | None]:
     """A trace for the interval around its example on which its guards hold, and the error of one
     that does not hold beyond it."""
@@ -189,10 +177,9 @@ def _around_example(
         return _with_proof(traced, asserts, _within(request, size, size)), error
     except GuardUnproved as error:
         unproved = error
-    try:
-        return _traced(_with(request, DynamicShapes.UNBACKED)), None
-    except CompileError:
-        pass
+    if unbacked:
+        with suppress(CompileError):
+            return _traced(_with(request, DynamicShapes.UNBACKED)), None
     checking = replace(request, config=replace(request.config, guards=GuardPolicy.CHECK))
     conditions = [
         each.expression for each in _with_proof(traced, asserts, checking).guards.unproved

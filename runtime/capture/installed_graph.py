@@ -16,6 +16,7 @@ from ...compile.ir.plan import Plan
 from ...dispatch import PlanEntry
 from ...errors import BatchExceeded, SizeOutOfRange
 from ...torch_compat.basics.tensors import normal_alias
+from ..backends.ownership import extent
 from ..backends.protocol import FreshResults, Load, Mark, Replay, Sizes
 from ..core.check import CheckStep
 from ..core.code import ModelCode, real_results
@@ -41,6 +42,12 @@ class InstalledGraph:
     replay: Replay
     runs_python: bool
     checks: tuple[CheckStep, ...] = ()
+
+    def has_returned(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is on one of the static results."""
+        address = tensor.data_ptr()
+        outputs = [each for each in self.recording.outputs or () if isinstance(each, Tensor)]
+        return any(first <= address < end for first, end in map(extent, outputs))
 
     def poison(self, overwrite: Callable[[Tensor], object]) -> None:
         """Overwrite the static results, so that code that reads them after the step gets NaN."""

@@ -194,6 +194,19 @@ def packer(plan: Plan) -> Pack:
     return pack
 
 
+def passed_inputs(plan: Plan) -> frozenset[int]:
+    """Positions of inputs that the model returns and does not write."""
+    found = list[Ref]()
+
+    def place(ref: Ref) -> str:
+        found.append(ref)
+        return "None"
+
+    source(decode(plan.structure), {}, place)
+    inputs = enumerate(plan.inputs)
+    return frozenset(i for i, it in inputs if f"L.{it.label}" in found and not it.written)
+
+
 def laid_out(plan: Plan) -> Callable[..., bool]:
     """Whether the plan's input tensors have the memory that compiled code relies on: the strides,
     and values that are not to be negated or conjugated when they are read."""

@@ -17,7 +17,7 @@ from ...compile.plan.compiled_model import CompiledModel, Hooks
 from ...compile.plan.result_forms import checked_link, is_checked
 from ...errors import ModelClosed
 from ..backends.protocol import Code, GraphBackend
-from .binding import binder, fits, laid_out, lay_out, packer
+from .binding import binder, fits, laid_out, lay_out, packer, passed_inputs
 from .check import CheckStep
 from .static_inputs import BoundInputs, StaticInputs, real_part
 
@@ -50,6 +50,7 @@ class ModelCode:
         self.arguments = binder(plan, self.signature)
         self.fits = fits(plan, self.signature)
         self.pack = packer(plan)
+        self.passed = passed_inputs(plan)
         self.token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
         self.min_num_tokens = plan.symbols[self.token_symbol].low
         self.checks = ()

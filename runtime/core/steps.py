@@ -70,6 +70,7 @@ class StepGraph(Protocol):
     def runs_python(self) -> bool: ...
     @property
     def replay(self) -> Replay: ...
+    def has_returned(self, tensor: Tensor) -> bool: ...
     def poison(self, overwrite: Callable[[Tensor], object]) -> None: ...
 
 
@@ -206,6 +207,7 @@ class StepRunner:
             if with_grad:
                 set_grad_enabled(False)
             results: Sequence[Any]
+            returned = self._kept(tensors, code.passed) if code.passed else tensors
             copied = self._mark_copied if self._copied is not None else nothing
             if graph is None:
                 copied()  # every input is read in place
@@ -230,7 +232,17 @@ class StepRunner:
         self.usage.count(decision, num_tokens)
         if self._poison_result is not None:
             self._poison_old_results(graph, self._poison_result)
-        return code.pack(results, tensors)
+        self._last_graph = graph
+        return code.pack(results, returned)
+
+    def _kept(self, tensors: tuple[Any, ...], passed: Collection[int]) -> tuple[Any, ...]:
+        """The inputs, with a copy of each that is returned and is a result of the last step: this
+        one may overwrite it."""
+        last = self._last_graph
+        return tuple(
+            tensor.clone() if last and n in passed and last.has_returned(tensor) else tensor
+            for n, tensor in enumerate(tensors)
+        )
 
     def _must_fit(self, args: Any, kwargs: Any, error: TypeError) -> None:
         """Raise InvalidArgument for arguments that the model's forward does not take."""
@@ -315,4 +327,3 @@ class StepRunner:
         """Poison the results of the last graph, unless `graph` has just overwritten them."""
         if self._last_graph is not None and self._last_graph is not graph:
             self._last_graph.poison(overwrite)
-        self._last_graph = graph

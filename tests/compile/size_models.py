@@ -20,13 +20,13 @@ def multiple_of_128(m, x):
 
 
 def one_token(m, x):
-    if x.shape[0] == 1:  # unsound
+    if x.shape[0] == 1:
         return x * 2
     return m.linear(x)
 
 
 def at_least_two(m, x):
-    if x.shape[0] > 1:  # unsound
+    if x.shape[0] > 1:
         return m.linear(x)
     return x
 
@@ -140,4 +140,6 @@ def repeated(m, x):
 
 BODIES = [each for each in list(globals().values()) if inspect.isfunction(each)]
 UNSOUND = [body for body in BODIES if MARK in inspect.getsource(body)]
-SOUND = [body for body in BODIES if body not in UNSOUND]
+CHOOSING = [one_token, at_least_two]
+"""Sound as two traces, of which the choice is made with a size."""
+SOUND = [body for body in BODIES if body not in UNSOUND + CHOOSING]

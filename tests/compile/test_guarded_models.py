@@ -13,7 +13,7 @@ from tests.text_compiler import compile_text, load_texts
 
 from . import size_models
 from .models import Body, X, assert_right, marked_line, place
-from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
+from .size_models import CHOOSING, MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
 
 pytestmark = pytest.mark.compile
 
@@ -49,6 +49,15 @@ def test_sound_model_is_served_at_every_size(compiled, body, shapes):
     model = Body(body)
     made = compiled(model, inputs=X, tracing={"dynamic_shapes": shapes})
     assert_right(made, model, (1, 2, 3, 7, 64, 2048))
+
+
+@pytest.mark.parametrize("shapes", [DynamicShapes.BACKED, DEFAULT])
+@pytest.mark.parametrize("body", CHOOSING, ids=name)
+def test_a_choice_by_a_small_size_has_a_trace_for_each_way(compiled, body, shapes):
+    model = Body(body)
+    made = compiled(model, inputs=X, tracing={"dynamic_shapes": shapes})
+    assert [trace.ranges[0].low for trace in made.plan.traces()] == [1, 2]
+    assert_right(made, model, (1, 2, 3, 64, 2048))
 
 
 @pytest.mark.parametrize("shapes", [s for s in DynamicShapes if s is not DynamicShapes.UNBACKED])
@@ -129,7 +138,7 @@ class Convolution(torch.nn.Module):
 @pytest.mark.needs_torch(
     "2.12", "torch 2.11 cannot trace a convolution with unbacked sizes and pads without a try"
 )
-def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled, monkeypatch):
+def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_two_pieces(compiled, monkeypatch):
     """Inductor cannot lay out this convolution if it may not compare its length."""
     seen = []
 
@@ -145,9 +154,9 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled,
     monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     model = Convolution().requires_grad_(False)
     made = compiled(model, inputs=X, compiler="text")
-    assert len(seen) == 2
-    assert made.plan.symbols[0].low == 2
-    assert_right(made, model, (2, 3, 7, 64))
+    assert [symbols[:1] == ["u0"] for symbols in seen] == [True, False, False]
+    assert [trace.ranges[0].low for trace in made.plan.traces()] == [1, 2]
+    assert_right(made, model, (1, 2, 3, 7, 64))
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,6 @@ RULES: Mapping[str, tuple[str, str]] = {
         "guard {expression} is not proved and nothing checks it",
         "Use tracing.guards='check', make the model independent of it, or narrow the range.",
     ),
-    "low_end": (
-        "smaller steps are padded to {min_num_tokens} tokens: {condition} at {where}",
-        "Set tracing.min_num_tokens, or make the model independent of it.",
-    ),
     "memory.uncertain": (
         "graphs may take {margin} bytes more than the forecast of {bytes}",
         "Capture a second time with steps.memory_limit set, or fewer sizes.",

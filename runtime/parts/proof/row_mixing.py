@@ -188,8 +188,9 @@ def _by_piece(plan: Plan) -> dict[int, PieceStep]:
 
 def _limits(plan: Plan) -> tuple[int, int]:
     """The token counts that a trace serves."""
-    lows, highs = zip(*((s.low, s.high) for s in plan.symbols if s.label == TOKENS), strict=True)
-    return max(plan.ranges[0].low, *lows), min(plan.ranges[-1].high, *highs)
+    limits = [(s.low, s.high) for s in plan.symbols if s.label == TOKENS]  # none for one size alone
+    lows, highs = zip((plan.ranges[0].low, plan.ranges[-1].high), *limits, strict=True)
+    return max(lows), min(highs)
 
 
 def _sizes(plan: Plan, padded: str) -> tuple[Sizes, Sizes] | None:

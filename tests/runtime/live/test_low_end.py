@@ -1,11 +1,11 @@
-"""Models with a minimum number of tokens: smaller batches are padded, with or without graphs."""
+"""Models that choose by a small number of tokens, and a minimum that the user states."""
 
 import pytest
 import torch
 from torch import nn
 
 from piecegraph import Batch, Config, Events, prepare
-from piecegraph.errors import GuardUnproved, InvalidSetting, SizeOutOfRange
+from piecegraph.errors import CompileError, GuardUnproved, InvalidSetting, SizeOutOfRange
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 pytestmark = pytest.mark.compile
@@ -31,7 +31,7 @@ class Recurrent(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
-        self.single = single or (lambda linear, x: linear(x[0])[None])
+        self.single = single or SINGLE["the same"]
         self.register_buffer("steps", torch.zeros(1))
         self.requires_grad_(False)
 
@@ -59,38 +59,51 @@ def prepared(model, **settings):
     return prepare(model, Config(**{**given, **settings}), backend=ReplayBackend(), events=events)
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
-def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode):
-    model = Recurrent()
-    served = prepared(model, graph_mode=mode)
+SINGLE = {
+    "the same": lambda linear, x: linear(x[0])[None],
+    "something else": lambda linear, x: x * 2,
+}
+
+
+@pytest.mark.parametrize("single", SINGLE)
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_sizes_for_which_a_guard_does_not_hold_have_a_trace_of_their_own(mode, single):
+    model, settings = Recurrent(SINGLE[single]), {"capture_sizes": (1, 2, 4)}
+    if mode == "FULL":
+        settings["attention"] = {"support": "ALWAYS"}
+    served = prepared(model, graph_mode=mode, **settings)
     served.capture()
     for size in (1, 2, 3, 7, 16, 1):
         x = torch.randn(size, 4)
-        decisions = []
-        SEEN.clear()
-        result = served(x, batch=Batch(size, 1), metadata=decisions.append)
-        assert decisions[0].descriptor.num_tokens >= 2
-        assert [decisions[0].descriptor.num_tokens] == SEEN
-        assert result.shape == (size, 4)
+        result = served(x, batch=Batch(size, 1), metadata=SEEN.append)
         torch.testing.assert_close(result, model(x))
     with pytest.raises(SizeOutOfRange, match="1, 16"):
         served(torch.randn(17, 4), batch=Batch(17, 1))
 
 
-def test_report_and_events_say_from_where_the_code_is_right():
+def test_report_and_events_say_which_sizes_have_a_trace():
     served = prepared(Recurrent())
-    assert served.report()["pieces"]["ranges"] == [[2, 16]]
-    (event,) = served.events.named("low_end")
-    assert event.facts["min_num_tokens"] == 2
+    assert served.report()["pieces"]["ranges"] == [[1, 1], [2, 16]]
+    (event,) = served.events.named("trace.intervals")
+    assert event.facts["intervals"] == [(1, 1), (2, 16)]
     assert "test_low_end.py" in event.facts["where"]
 
 
-def test_model_that_computes_something_else_for_small_batches_is_refused():
-    model = Recurrent(lambda linear, x: x * 2)
-    with pytest.raises(GuardUnproved, match=r"tracing\.min_num_tokens=2") as caught:
-        prepared(model)
-    assert "symbol_limits" not in str(caught.value)
-    assert "narrow" not in str(caught.value)
+def test_what_smaller_batches_run_is_whatever_the_model_runs():
+    """Also between two sizes at which it runs the same, and what it writes."""
+
+    class Tiles(Recurrent):
+        def forward(self, x):
+            self.steps.add_(x.shape[0])
+            y = super().forward(x)
+            return y * 2 if 5 <= x.shape[0] < 10 else y
+
+    model, plain = Tiles(), Tiles()
+    served = prepared(model)
+    for size in (1, 4, 7, 11, 16):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(served(x, batch=Batch(size, 1)), plain(x))
+    assert torch.equal(model.steps, plain.steps)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +111,12 @@ def test_model_that_computes_something_else_for_small_batches_is_refused():
     [lambda x: x.split(4)[0], lambda x: x if len(x) > 3 else torch.cat([x, x, x, x])[:4]],
     ids=["fewer rows", "more rows"],
 )
-def test_model_whose_padded_result_has_other_rows_is_refused(part):
-    """What is cut from the result of a padded batch is what the trace states, whatever the model
-    returns for the small one."""
-
+def test_model_whose_result_has_another_form_for_small_batches_is_refused(part):
     class Rows(Recurrent):
         def forward(self, x):
             return part(super().forward(x))
 
-    with pytest.raises(GuardUnproved, match=r"tracing\.min_num_tokens="):
+    with pytest.raises(CompileError, match="other results"):
         prepared(Rows())
 
 
@@ -121,20 +131,6 @@ def test_user_states_the_low_end():
         Config(tracing={"min_num_tokens": 5}, max_num_tokens=4)
 
 
-def test_check_run_leaves_the_model_as_it_was():
-    class Counting(Recurrent):
-        def forward(self, x):
-            self.steps.add_(1)
-            self.calls += 1
-            self.sizes.append(x.shape[0])
-            return super().forward(x)
-
-    model = Counting()
-    model.calls, model.sizes = 0, []
-    prepared(model)
-    assert (model.steps.item(), model.calls, model.sizes) == (0, 0, [])
-
-
 def test_written_inputs_of_a_padded_step_reach_the_caller():
     class Writing(Recurrent):
         def forward(self, x):
@@ -142,7 +138,7 @@ def test_written_inputs_of_a_padded_step_reach_the_caller():
             x.add_(1)
             return result
 
-    served = prepared(Writing())
+    served = prepared(Writing(), tracing={"min_num_tokens": 2})
     x = torch.zeros(1, 4)
     served(x, batch=Batch(1, 1))
     assert torch.equal(x, torch.ones(1, 4))
@@ -153,17 +149,17 @@ def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
         def forward(self, x):
             return super().forward(x), x[:, :2]
 
-    served, x = prepared(Passing()), torch.randn(1, 4)
+    served = prepared(Passing(), tracing={"min_num_tokens": 2})
+    x = torch.randn(1, 4)
     _, passed = served(x, batch=Batch(1, 1))
     served(torch.randn(1, 4), batch=Batch(1, 1))
     assert torch.equal(passed, x[:, :2])
 
 
-def test_guard_that_fails_for_large_sizes_is_no_low_end():
-    class Limited(nn.Module):
+def test_guard_that_holds_from_no_size_on_is_refused():
+    class Odd(nn.Module):
         def forward(self, x):
-            return x + 1 if x.shape[0] < 10 else x + 2
+            return x + 1 if x.shape[0] % 2 else x + 2
 
-    with pytest.raises(GuardUnproved) as caught:
-        prepared(Limited(), splitting_ops=(), tracing={"min_num_tokens": 1})
-    assert "min_num_tokens=" in str(caught.value) or "max_num_tokens=" in str(caught.value)
+    with pytest.raises(GuardUnproved, match="num_tokens"):
+        prepared(Odd(), splitting_ops=())

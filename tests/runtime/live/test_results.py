@@ -19,7 +19,7 @@ from piecegraph.errors import (
 )
 from piecegraph.runtime.capture import installed_graph
 
-from ..conftest import strict_backend
+from ..conftest import small_config, strict_backend
 
 DECODE = Batch(2, 2, is_decode=True, query_len=1)
 
@@ -81,6 +81,27 @@ def test_arguments_that_are_only_returned_are_the_callers_own(mode):
         assert result["given"][0] is table
         assert result["given"][1] is x
         assert torch.equal(result["own"], x * 2)
+
+
+class Draft(nn.Module):
+    """Returns what it was given beside what comes next, as a draft loop of two lengths does."""
+
+    def forward(self, x):
+        return x * 2 + 1, x
+
+
+def test_a_result_that_is_passed_on_and_returned_is_that_of_its_own_step():
+    config = small_config(8, capture_sizes=(2, 4))
+    prepared = prepare(Draft(), config, backend=strict_backend())
+    prepared.capture()
+    got = x = torch.randn(4, 4)
+    for rows in (4, 4, 2, 2):
+        got, x = got[:rows], x[:rows]
+        batch = Batch(rows, rows, is_decode=True, query_len=1)
+        assert prepared.dispatch(batch).mode.name == "FULL"
+        (got, given), (x, expected) = prepared(got, batch=batch), Draft()(x)
+        assert torch.equal(given, expected)
+        assert torch.equal(got, x)
 
 
 def test_a_size_that_only_a_returned_argument_has_is_named():
