@@ -108,8 +108,8 @@ class Tracing(Settings):
     _path: ClassVar[str] = "tracing"
 
     min_num_tokens: int = Field(default=1, ge=1)
-    """Smaller batches are padded to this number of tokens, in all modes. It is raised to the first
-    size from which all guards hold, if the model computes the same for a padded batch."""
+    """Smaller batches are padded to this number of tokens, in all modes. You state that the model
+    computes the same for real rows then: nothing looks whether it does."""
 
     symbol_limits: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """`{name: (low, high)}`, inclusive, for dynamic sizes other than `num_tokens`."""
