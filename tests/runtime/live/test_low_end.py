@@ -156,6 +156,21 @@ def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
     assert torch.equal(passed, x[:, :2])
 
 
+def test_one_size_in_the_middle_has_a_graph_of_its_own():
+    class Seven(nn.Module):
+        def forward(self, x):
+            return x * (3 if x.shape[0] == 7 else 2)
+
+    served = prepared(
+        Seven(), splitting_ops=(), graph_mode="FULL", capture_sizes=(4, 7, 8),
+        attention={"support": "ALWAYS"}, tracing={"guards": "split"},
+    )  # fmt: skip
+    served.capture()
+    for size in (3, 6, 7, 8):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(served(x, batch=Batch(size, 1)), Seven()(x))
+
+
 def test_guard_that_holds_from_no_size_on_is_refused():
     class Odd(nn.Module):
         def forward(self, x):
