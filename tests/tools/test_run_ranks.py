@@ -14,7 +14,7 @@ from piecegraph.tools.serve.ranks import of_rank
 SMALL = [
     "run", "--model", "layers=1,hidden=16,heads=2,kv_heads=1,vocab=64", "--requests", "5",
     "--max-num-reqs", "4", "--off", "compile", "--mode", "piecewise", "--no-cache",
-    "--verify", "all",
+    "--verify", "all", "--length-scale", "0.02",
 ]  # fmt: skip
 
 
