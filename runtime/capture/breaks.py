@@ -21,7 +21,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...compile.plan.result_forms import checked_link
 from ...compile.plan.step_names import call_names, piece_names, ranged
 from ...errors import RefusedInCapture
-from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
+from ...torch_compat.basics.ops import CALL_OP, OpOverload, awaited, ops_through, returns_early
 from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
 from ...torch_compat.compiling.partition import partitions_through
 from ...torch_compat.compiling.regions import regions_through
@@ -146,7 +146,8 @@ def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callabl
     forward, calls = compiled.link(), dict[Any, Fn]()
     for op in map(resolve_op, cuts or splitting_ops):
         assert isinstance(op, OpOverload)
-        break_at = _breaking(partial(CALL_OP, op), fake=partial(CALL_OP, op), name=str(op))
+        call = partial(awaited if returns_early(op) else CALL_OP, op)
+        break_at = _breaking(call, fake=partial(CALL_OP, op), name=str(op))
         calls[op] = calls[op.overloadpacket] = break_at
 
     def breaking(*inputs: Any) -> Any:

@@ -33,6 +33,7 @@ from ...compile.held_values import HeldValues
 from ...compile.ir.locations import user_line
 from ...errors import ArgumentWritten, NestedCapture, ReadNotKept, WorkAfterSeal
 from ...torch_compat.basics.frames import calling_module
+from ...torch_compat.basics.ops import OpOverload, awaited, returns_early
 from ...torch_compat.basics.tensors import tree_flatten, tree_map_only, under_this_autocast
 from ...torch_compat.compiling.regions import regions_noted
 from ..backends.ownership import Left, MadeInBreak, Ownership
@@ -321,6 +322,8 @@ class Recorder:
         """
         if self.in_op:  # called by another splitting op, which is kept as a whole
             return fn(*args, **kwargs)
+        if isinstance(fn, OpOverload) and returns_early(fn):
+            fn = partial(awaited, fn)  # its result is copied
         if self._open is None or self._session.backend.runs_python:
             self._session.agreement.before(name)
         if self._open is None:

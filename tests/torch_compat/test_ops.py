@@ -368,5 +368,15 @@ def test_a_collective_writes_its_arguments_and_is_awaited():
         (again,), work = ops.awaited(func, *args, **kwargs)
         assert again is tensor
         assert type(work) is torch.ScriptObject
+        functional = torch.ops._c10d_functional
+        assert [*map(ops.returns_early, (func, functional.all_reduce.default))] == [True, True]
+        assert not ops.returns_early(functional.wait_tensor.default)
+        group = torch.distributed.group.WORLD.group_name
+        for op, given in (
+            (functional.all_reduce.default, tensor),
+            (functional.all_reduce_coalesced.default, [tensor, tensor]),
+        ):
+            ops.awaited(op, given, "sum", group)
+            assert torch._C._distributed_c10d._get_work_registry_size() == 0
     finally:
         torch.distributed.destroy_process_group()

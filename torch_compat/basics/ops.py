@@ -84,11 +84,21 @@ def is_collective(op: Any) -> bool:
     return any("group" in argument.name for argument in op._schema.arguments)
 
 
+def returns_early(op: OpOverload) -> bool:
+    """Whether it is a collective that may not have ended when it returns, see `awaited`."""
+    functional = op.namespace == "_c10d_functional" and is_collective(op)
+    return op.namespace == COLLECTIVES or functional
+
+
 def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Call a collective of `torch.distributed` and wait until it has ended."""
-    result = op(*args, **kwargs)
-    work = result[-1] if isinstance(result, tuple) else result
-    work.wait()
+    """Call a collective of `torch.distributed` and wait until it has ended: for its work, or for
+    the tensors that a functional one returns."""
+    result = CALL_OP(op, *args, **kwargs)
+    if op.namespace == COLLECTIVES:
+        (result[-1] if isinstance(result, tuple) else result).wait()
+    else:
+        for tensor in result if isinstance(result, list) else [result]:
+            torch.ops._c10d_functional.wait_tensor(tensor)
     return result
 
 

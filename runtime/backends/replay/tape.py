@@ -19,13 +19,13 @@ from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....errors import HostReadInCapture
 from ....torch_compat.basics.ops import (
-    COLLECTIVES,
     OpOverload,
     awaited,
     is_collective,
     is_composite,
     is_higher_order,
     is_in_python,
+    returns_early,
     returns_nothing,
 )
 from ....torch_compat.basics.tensors import (
@@ -83,7 +83,7 @@ class Tape(TensorTracker):
         with torch.DisableTorchFunction():
             fresh = self.fresh(result, used)
             if acts or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
-                call = partial(awaited, func) if func.namespace == COLLECTIVES else func
+                call = partial(awaited, func) if returns_early(func) else func
                 self._record(call, args, kwargs, result, fresh)
         return result
 

@@ -18,6 +18,7 @@ from socket import socket
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepare
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
@@ -133,6 +134,36 @@ def reducing(ranks, **settings):
         max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), **settings,
     )  # fmt: skip
     return prepare(Reducing(), config, backend=ReplayBackend(), ranks=ranks)
+
+
+class Functional(torch.nn.Module):
+    """Its collective returns before it has ended: who reads the result waits for it."""
+
+    def forward(self, x):
+        return collectives.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+
+def they_reduce_functionally(ranks, odd):
+    """Inside of FULL graphs, and as a break of PIECEWISE graphs."""
+    right = []
+    ways = ({"compile": False, "graph_mode": "FULL"}, {"splitting_ops": ALL_REDUCE})
+    for way in ways:
+        config = Config(**{
+            "inputs": {"x": "float32[num_tokens, 512]"}, "cache": False, "compiler": "eager",
+            "max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,),
+            "graph_mode": "PIECEWISE", "attention": {"support": "ALWAYS"}, **way,
+        })  # fmt: skip
+        prepared = prepare(Functional(), config, backend=ReplayBackend(), ranks=ranks)
+        prepared.capture()
+        for number in range(20):
+            x = torch.full((4, 512), 1.0 + number)
+            batch = Batch(4, 4, is_decode=True, query_len=1)
+            result, expected = prepared(x, batch=batch), 2 * dist.get_world_size() * x + 1
+            right.append(torch.equal(result, expected))
+    return right
+
+
+ALL_REDUCE = ("_c10d_functional::all_reduce",)
 
 
 class ReducingInside(torch.nn.Module):
@@ -360,7 +391,7 @@ SCENES = {
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
         one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
-        one_fails_in_warm_up, one_lacks_a_layer, they_sleep,
+        one_fails_in_warm_up, one_lacks_a_layer, they_sleep, they_reduce_functionally,
     )
 }  # fmt: skip
 

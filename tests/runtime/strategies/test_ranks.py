@@ -187,3 +187,9 @@ def test_graphs_of_two_ranks_leave_and_return_after_seal(outcomes):
     steps, back = first[:9], first[9:]
     assert all(step.startswith("PIECEWISE") and step.endswith("right") for step in steps)
     assert back == ["8", "2", "4"] * 2
+
+
+def test_who_reads_the_result_of_a_collective_waits_for_it(outcomes):
+    """One that returns before it has ended, inside of a graph and between two."""
+    for outcome in outcomes("they_reduce_functionally-2-2").values():
+        assert outcome["result"] == [True] * 40
