@@ -307,6 +307,11 @@ class ReturnsWeight(CompileError):
     todo = "Return a clone of it, or read it from the model after the step."
 
 
+class ReturnsShape(CompileError):
+    what = "the model returns the shape of an argument, {sizes} in the trace, not its sizes"
+    todo = "Return them one by one: tuple(x.shape)."
+
+
 class ReturnedUnread(CompileError):
     what = "the model only returns argument {name!r}: no input has the size of its dimension {dim}"
     todo = "Declare that dimension with a name that another input has, or do not return it."

@@ -23,6 +23,7 @@ from ...errors import (
     InputNotTraceable,
     NothingToCompile,
     ReturnedUnread,
+    ReturnsShape,
     ReturnsWeight,
     StateChanged,
     TraceFailed,
@@ -258,18 +259,29 @@ def _place(expression: str, weight: str | None, locator: Locator) -> str | Place
     return place if weight is None or not locator.is_registered(place) else weight
 
 
+_NO_SIZE = 2**60
+
+
 def _structure(
     captured: Captured, model: torch.nn.Module, examples: Examples
 ) -> tuple[Any, list[Leaf]]:
-    """Run the bytecode that surrounds the graph, with one stand-in per graph output.
-
-    Returns the result, and the arguments that are in it.
+    """Run the bytecode that surrounds the graph, with one stand-in per graph output: for a size a
+    number that nothing else is. Returns the result, and the arguments that are in it.
     """
     outputs: Any = captured.graph.graph.output_node().args[0]
-    stand_ins = [torch.empty(0, device="meta") for _ in outputs]
+    sizes = {
+        _NO_SIZE + i: Ref(f"o{i}")
+        for i, output in enumerate(outputs)
+        if isinstance(output, Node) and isinstance(output.meta["example_value"], torch.SymInt)
+    }
+    stand_ins = [
+        _NO_SIZE + i if _NO_SIZE + i in sizes else torch.empty(0, device="meta")
+        for i in range(len(outputs))
+    ]
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
     references = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
+    dynamic = {examples.size_of(label) for label in examples.symbols.values()}
     arguments = {
         id(leaf.value): leaf
         for leaf in reversed(examples.leaves())
@@ -279,6 +291,10 @@ def _structure(
     returned: dict[str, Leaf] = {}
 
     def ref(value: Any) -> Ref | None:
+        if type(value) is int:
+            return sizes.get(value)
+        if isinstance(value, torch.Size) and not dynamic.isdisjoint(value):
+            raise ReturnsShape(sizes=tuple(value))  # read from the example, not by the graph
         if (leaf := arguments.get(id(value))) is not None:
             returned[leaf.label] = leaf
             return Ref(f"L.{leaf.label}")

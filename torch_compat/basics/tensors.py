@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -409,15 +410,31 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Torch wraps the handlers of modes in `torch._disable_dynamo`, which imports it. This mark of the
     handler's code does the same: neither the handler nor what it calls is traced. An operator of
-    higher order is given to the handler, too.
+    higher order is given to the handler, too. What a collective calls in a thread of its own, to
+    which torch hands the modes of the caller, is a part of the collective and not given to it.
     """
 
     supports_higher_order_operators = True
+    _thread = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]
         if (handler := cls.__dict__.get("__torch_dispatch__")) is not None:
+
+            def in_own_thread(
+                self: LightDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                if self._thread != get_ident():
+                    return func(*args, **(kwargs or {}))
+                return handler(self, func, types, args, kwargs)
+
             never_traced(handler)
+            never_traced(in_own_thread)
+            cls.__torch_dispatch__ = in_own_thread
+
+    def __enter__(self) -> Any:
+        self._thread = get_ident()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -1,11 +1,11 @@
-"""Results of a model that is not traced whose sizes are not one expression of the batch's."""
+"""Results whose sizes, or sizes that are results, are not one expression of those of the batch."""
 
 import pytest
 import torch
 from torch import nn
 
 from piecegraph import Batch, prepare
-from piecegraph.errors import ResultFormUnknown
+from piecegraph.errors import ResultFormUnknown, ReturnsShape
 
 from ..conftest import small_config, strict_backend
 
@@ -62,3 +62,29 @@ def test_values_that_only_a_step_has_are_refused_there():
     model.name = "second"
     with pytest.raises(ResultFormUnknown, match="other values beside its tensors"):
         prepared(torch.ones(2, 4), batch=Batch(2, 1))
+
+
+SIZES = {
+    "size": lambda x: x.size(),
+    "of a result": lambda x: (x * 2).shape,
+    "a part": lambda x: x.shape[:1],
+    "a new one": lambda x: torch.Size([x.shape[0] * 2, 8]),
+    "as a tuple": lambda x: tuple(x.shape),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sizes_that_a_traced_model_returns_are_those_of_the_step(sizes):
+    model = Formed(lambda x: {"y": x * 2, "sizes": SIZES[sizes](x)})
+    prepared = prepare(model, small_config(16, graph_mode="NONE"), backend=strict_backend())
+    for n in (3, 16, 1):
+        x = torch.randn(n, 4)
+        result = prepared(x, batch=Batch(n, 1))
+        assert (result["sizes"], result["y"].shape) == (SIZES[sizes](x), x.shape)
+
+
+def test_the_shape_of_an_argument_is_refused_as_a_result():
+    """Dynamo reads it from the argument, which in a trace is the example."""
+    model = Formed(lambda x: (x * 2, {"shape": x.shape}))
+    with pytest.raises(ReturnsShape, match=r"tuple\(x\.shape\)"):
+        prepare(model, small_config(16, graph_mode="NONE"), backend=strict_backend())

@@ -143,19 +143,32 @@ class Functional(torch.nn.Module):
         return collectives.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
 
 
-def they_reduce_functionally(ranks, odd):
-    """Inside of FULL graphs, and as a break of PIECEWISE graphs."""
+class Gathering(torch.nn.Module):
+    """Its collective calls operators in a thread of its own."""
+
+    def forward(self, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x * 2)
+        return sum(parts) + 1
+
+
+def they_meet(ranks, odd):
+    """Inside of FULL graphs, and in a break of PIECEWISE graphs."""
     right = []
-    ways = ({"compile": False, "graph_mode": "FULL"}, {"splitting_ops": ALL_REDUCE})
-    for way in ways:
+    untraced = {"compile": False, "graph_mode": "FULL"}
+    ways = (
+        (Functional, untraced), (Functional, {"splitting_ops": ALL_REDUCE}), (Gathering, untraced),
+        (Gathering, {"graph_mode": "FULL"}),
+    )  # fmt: skip
+    for model, way in ways:
         config = Config(**{
             "inputs": {"x": "float32[num_tokens, 512]"}, "cache": False, "compiler": "eager",
             "max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,),
             "graph_mode": "PIECEWISE", "attention": {"support": "ALWAYS"}, **way,
         })  # fmt: skip
-        prepared = prepare(Functional(), config, backend=ReplayBackend(), ranks=ranks)
+        prepared = prepare(model(), config, backend=ReplayBackend(), ranks=ranks)
         prepared.capture()
-        for number in range(20):
+        for number in range(10):
             x = torch.full((4, 512), 1.0 + number)
             batch = Batch(4, 4, is_decode=True, query_len=1)
             result, expected = prepared(x, batch=batch), 2 * dist.get_world_size() * x + 1
@@ -391,7 +404,7 @@ SCENES = {
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
         one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
-        one_fails_in_warm_up, one_lacks_a_layer, they_sleep, they_reduce_functionally,
+        one_fails_in_warm_up, one_lacks_a_layer, they_sleep, they_meet,
     )
 }  # fmt: skip
 

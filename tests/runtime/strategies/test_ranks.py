@@ -189,7 +189,7 @@ def test_graphs_of_two_ranks_leave_and_return_after_seal(outcomes):
     assert back == ["8", "2", "4"] * 2
 
 
-def test_who_reads_the_result_of_a_collective_waits_for_it(outcomes):
-    """One that returns before it has ended, inside of a graph and between two."""
-    for outcome in outcomes("they_reduce_functionally-2-2").values():
+def test_steps_have_what_collectives_give_when_they_have_ended(outcomes):
+    """Those that return before that, and those that call operators in a thread of their own."""
+    for outcome in outcomes("they_meet-2-2").values():
         assert outcome["result"] == [True] * 40
