@@ -204,7 +204,7 @@ class TensorTracker(LightDispatchMode):
         self._device = device
 
     def start(self) -> None:
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def stop(self) -> None:
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

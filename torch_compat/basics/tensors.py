@@ -422,7 +422,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (handler := cls.__dict__.get("__torch_dispatch__")) is not None:
 
             def in_own_thread(
-                self: LightDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
+                self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
                 if self._thread != get_ident():
                     return func(*args, **(kwargs or {}))
@@ -430,7 +430,7 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
             never_traced(handler)
             never_traced(in_own_thread)
-            cls.__torch_dispatch__ = in_own_thread
+            cls.__torch_dispatch__ = in_own_thread  # type: ignore[method-assign]
 
     def __enter__(self) -> Any:
         self._thread = get_ident()
