@@ -13,7 +13,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -122,7 +122,7 @@ def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
 def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledModel:
     with request.events.span("import dynamo", level=logging.INFO):
         from .backends.workers import workers_for
-        from .guards.trace_with_guards import other_traces, trace_with_guards
+        from .guards.trace_with_guards import split_instead, trace_with_guards
 
     with workers_for(request) as executor:
         with request.events.span("trace", level=logging.INFO):
@@ -133,10 +133,10 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
         try:
             return _compile(request, traces, key, executor)
         except PieceFailed:
-            for others in other_traces(request, traces):
-                with suppress(PieceFailed):
-                    return _compile(request, others, key, executor)
-            raise
+            split = split_instead(request, traces)
+            if split is None:
+                raise
+            return _compile(request, split, key, executor)
 
 
 def _compile(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import GuardUnproved, Specialized
 from ..torch_compat.tracing.sources import drop_sources, next_source
-from .guards.trace_with_guards import GuardedTrace, other_traces, trace_with_guards
+from .guards.trace_with_guards import GuardedTrace, split_instead, trace_with_guards
 from .ir.compilation import CompileRequest
 from .ir.plan import Plan
 from .plan.split_model import plan_of, split_model
@@ -46,10 +46,10 @@ def trace_difference(request: CompileRequest, plan: Plan) -> str | None:
         traces = trace_with_guards(request)
         difference = _difference(request, traces, plan)
         if difference is not None:
-            # a compiler may have refused these traces
-            for others in other_traces(request, traces):
-                if _difference(request, others, plan) is None:
-                    return None
+            # a compiler may have refused the trace with unbacked sizes
+            split = split_instead(request, traces)
+            if split is not None and _difference(request, split, plan) is None:
+                return None
     except (GuardUnproved, Specialized) as error:  # of a finished trace
         return f"its guards do not hold for the model as it is now: {error}"
     finally:

@@ -12,10 +12,9 @@ of its example, up to where a guard fails; what is left over is traced again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -101,25 +100,17 @@ def _proved(request: CompileRequest) -> list[GuardedTrace]:
         return [replace(unbacked, unproved=unproved)]
 
 
-def other_traces(
+def split_instead(
     request: CompileRequest, traces: Sequence[GuardedTrace]
-) -> Iterator[list[GuardedTrace]]:
-    """Traces to use where a compiler cannot compile `traces`, one way after the other.
-
-    Inductor cannot lay out a convolution whose length it may not compare, as one that is unbacked.
-    Under `backed_size_oblivious` it refuses writes to the first rows of a tensor.
-    """
-    ways = list[Callable[[CompileRequest], list[GuardedTrace]]]()
-    if any(each.unproved for each in traces):
-        ways.append(partial(_split, unbacked=False))
-    if request.config.code.dynamic_shapes is DynamicShapes.BACKED_SIZE_OBLIVIOUS:
-        ways.append(lambda form: _proved(_with(form, DynamicShapes.BACKED)))
-    for way in ways:
-        try:
-            others = [each for form in request.forms() for each in way(form)]
-        except CompileError:
-            continue
-        yield others
+) -> list[GuardedTrace] | None:
+    """Traces to use where a compiler cannot compile one with unbacked sizes; None if there are
+    none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
+    if not any(each.unproved for each in traces):
+        return None
+    try:
+        return [each for form in request.forms() for each in _split(form, unbacked=False)]
+    except CompileError:
+        return None
 
 
 def _intervals(request: CompileRequest, unproved: GuardUnproved) -> list[GuardedTrace] | None:

@@ -19,7 +19,7 @@ from tests.text_compiler import compile_text, load_texts
 from . import size_models
 from .models import Body, X, assert_right, marked_line, place
 from .size_models import CHOOSING, MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
-from .starts import CPU, start
+from .starts import CPU
 
 pytestmark = pytest.mark.compile
 
@@ -171,25 +171,6 @@ def difference(model, plan, **settings):
     return trace_difference(
         CompileRequest(model, config, Cache(None, Events()), Events(), CPU), plan
     )
-
-
-class Filled(torch.nn.Module):
-    def forward(self, x):
-        rows = torch.zeros_like(x)
-        rows[:5] = x[:5]
-        return rows + x
-
-
-def test_a_write_to_the_first_rows_is_traced_with_sizes_that_inductor_takes(tmp_path):
-    """Under the default type of dynamic shapes Inductor refuses it. A start that verifies the
-    bundle traces in the same way."""
-    model = Filled()
-    made = start(model, tmp_path, compiler="inductor")
-    for size in (1, 3, 5, 64):
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(made(x), model(x))
-    assert start(model, tmp_path, compiler="inductor").hit
-    assert difference(model, made.compiled.plan, compiler="inductor", max_num_tokens=64) is None
 
 
 @pytest.mark.parametrize(
