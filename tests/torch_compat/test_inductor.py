@@ -131,6 +131,7 @@ def test_options_hold_only_inside():
     before = (inductor_config.cpp.vec_isa_ok, VecISA.check_build)
     with inductor.inductor_options(TOOLCHAIN):
         assert inductor_config.cpp.vec_isa_ok is True
+        assert inductor_config.autotune_local_cache is False
         assert VecISA.check_build is not before[1]
     assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before
 

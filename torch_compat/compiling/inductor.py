@@ -162,7 +162,8 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
     """Options of all our compiles and loads; headers and probes are stored in `toolchain`.
 
     `cpp.vec_isa_ok` trusts the CPU's flags and saves six probe builds (8 s). The probes for AMX
-    (1 s) are built anyway: their results are stored.
+    (1 s) are built anyway: their results are stored. A Triton kernel that is tuned at its first run
+    would save what is best beside its source, in a scratch directory that is gone by then.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.cpu_vec_isa import VecISA
@@ -181,6 +182,6 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
         precompiled_headers_in(toolchain),
         without_lost_cubins(),
         replaced(VecISA, "check_build", check_build),
-        inductor_config.patch({"cpp.vec_isa_ok": True}),
+        inductor_config.patch({"cpp.vec_isa_ok": True, "autotune_local_cache": False}),
     ):
         yield
