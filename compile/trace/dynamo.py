@@ -260,6 +260,11 @@ def _place(expression: str, weight: str | None, locator: Locator) -> str | Place
 
 
 _NO_SIZE = 2**60
+"""No tensor is as large."""
+
+
+def _is_size(output: Any) -> bool:
+    return isinstance(output, Node) and isinstance(output.meta["example_value"], torch.SymInt)
 
 
 def _structure(
@@ -269,15 +274,11 @@ def _structure(
     number that nothing else is. Returns the result, and the arguments that are in it.
     """
     outputs: Any = captured.graph.graph.output_node().args[0]
-    sizes = {
-        _NO_SIZE + i: Ref(f"o{i}")
-        for i, output in enumerate(outputs)
-        if isinstance(output, Node) and isinstance(output.meta["example_value"], torch.SymInt)
-    }
     stand_ins = [
-        _NO_SIZE + i if _NO_SIZE + i in sizes else torch.empty(0, device="meta")
-        for i in range(len(outputs))
+        _NO_SIZE + i if _is_size(output) else torch.empty(0, device="meta")
+        for i, output in enumerate(outputs)
     ]
+    sizes = {each: Ref(f"o{i}") for i, each in enumerate(stand_ins) if type(each) is int}
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
     references = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}

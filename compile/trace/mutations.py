@@ -45,15 +45,18 @@ def written_storages(graph: Graph, storages: Collection[int]) -> set[int]:
     counted, written = set[int](), set[int]()
     for node in graph.nodes:
         for tensor in dense_tensors(node.meta.get("example_value")):
-            if writes_counted(tensor):
+            if writes_counted(tensor) and storage_id(tensor) in storages:
                 counted.add(storage_id(tensor))
     for node in graph.nodes:
+        uncounted = _is_uncounted(node)
+        if not (counted or uncounted):
+            continue
         args, kwargs = map_arg(
             (node.args, node.kwargs), lambda used: used.meta.get("example_value")
         )
         given = {storage_id(tensor) for tensor in dense_tensors((args, kwargs))}
         given.intersection_update(storages)
-        if given & counted or (given and _is_uncounted(node)):
+        if given & counted or (given and uncounted):
             try:
                 written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
             except Exception:  # a function that needs more than a node tells

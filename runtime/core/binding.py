@@ -19,7 +19,7 @@ import torch
 
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Container, GuardCheck, Path, Plan, Symbol, UserInput, dotted
-from ...compile.ir.serialization import Ref, decode, source
+from ...compile.ir.serialization import Ref, decode, refs, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 from ...torch_compat.basics.tensors import form_test, has_plain_memory
 
@@ -196,13 +196,7 @@ def packer(plan: Plan) -> Pack:
 
 def passed_inputs(plan: Plan) -> frozenset[int]:
     """Positions of inputs that the model returns and does not write."""
-    found = list[Ref]()
-
-    def place(ref: Ref) -> str:
-        found.append(ref)
-        return "None"
-
-    source(decode(plan.structure), {}, place)
+    found = refs(decode(plan.structure))
     inputs = enumerate(plan.inputs)
     return frozenset(i for i, it in inputs if f"L.{it.label}" in found and not it.written)
 
