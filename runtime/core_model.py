@@ -124,7 +124,7 @@ class CoreModel:
     def find_result_form(self) -> None:
         """Find the form of the result of a model that is served uncompiled, if it is not known:
         padding and captures need it."""
-        if any(result.dtype == "" for result in self.code.compiled.plan.results):
+        if self.code.compiled.plan.form_is_unknown():
             assert self.request is not None
             self.serve(eager_model(self.request))
 
@@ -266,7 +266,7 @@ class CoreModel:
         self.steps.use(codes, dispatcher, self.graphs.installed)
         for code in codes:
             records.add_opaque(code.compiled.opaque_ops())
-        unknown = any(result.dtype == "" for result in compiled.plan.results)
+        unknown = compiled.plan.form_is_unknown()
         self.steps.before_padding = self._found_by_padding() if unknown else nothing
 
     def _code_of(self, form: CompiledModel) -> ModelCode:

@@ -254,6 +254,7 @@ class Result(Frozen):
     name: str
     """A value's name, or for a size an expression over the symbols."""
     dtype: str | None
+    """None for a size, empty for a result whose form is not known."""
     shape: tuple[int | str, ...]
 
 
@@ -304,6 +305,10 @@ class Plan(Frozen):
         """The plan whose steps serve a number of tokens."""
         plans = self.intervals()
         return next((p for p in plans if num_tokens <= p.ranges[-1].high), plans[-1])
+
+    def form_is_unknown(self) -> bool:
+        """Whether the form of the result is not known: the model is not traced, and was not run."""
+        return any(result.dtype == "" for result in self.results)
 
     def unstated(self, outputs: Sequence[Any], sizes: Mapping[str, int]) -> str:
         """What of a run's flat results has sizes that `results` does not state; empty if nothing.

@@ -109,7 +109,7 @@ def find_mixed_rows(
     pieces could not be run alone: an op in them may need a step.
     """
     plan = compiled.plan
-    if any(not result.dtype for result in plan.results):
+    if plan.form_is_unknown():
         return  # a result of unknown form is that of steps of real sizes alone
     untraced = WithoutBreaks(compiled, forward, device) if forward is not None else None
     low, high = _limits(plan)

@@ -81,6 +81,11 @@ def test_failure_9_a_model_that_mixes_rows_is_never_padded(case, compile):
     assert found["where"].endswith(f"test_row_mixing.py:{line}")
 
 
+def test_a_model_that_also_returns_a_size_is_looked_at():
+    prepared, model = prepared_for(lambda y: (y + y[-1], y * y.shape[0], y.shape[0]))
+    assert modes_of_right_steps(prepared, model) == ["NONE", "FULL", "NONE", "FULL"]
+
+
 @pytest.mark.parametrize("seed", [2, 7])
 def test_a_maximum_of_all_rows_is_found_wherever_it_is(seed):
     torch.manual_seed(seed)
