@@ -8,6 +8,7 @@ through JSON, so a warm start needs no graph, no trace and no pickle.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class Frozen(BaseModel):
 
 def names_printed() -> dict[str, Any]:
     """What expressions over sizes, as torch prints them, refer to besides the sizes."""
-    return {"math": math, "torch": torch}
+    return {"math": math, "operator": operator, "torch": torch}
 
 
 def evaluated(expression: int | str, values: Mapping[str, int]) -> Any:
@@ -249,12 +250,12 @@ class GuardRecord(Frozen):
 
 
 class Result(Frozen):
-    """One tensor (or size) that the stitched function returns."""
+    """One tensor (or number) that the stitched function returns."""
 
     name: str
-    """A value's name, or for a size an expression over the symbols."""
+    """A value's name, or for a number an expression over the symbols."""
     dtype: str | None
-    """None for a size, empty for a result whose form is not known."""
+    """None for a number, empty for a result whose form is not known."""
     shape: tuple[int | str, ...]
 
 

@@ -250,6 +250,8 @@ def source(value: Any, constants: dict[str, Any], ref: Callable[[Ref], str] = st
                 return str(value)
             case None | bool() | int() | str() if not isinstance(value, enum.Enum):
                 return repr(value)
+            case float():
+                return repr(value) if math.isfinite(value) else f"float('{value}')"
             case list():
                 return f"[{', '.join(map(part, value))}]"
             case tuple():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Graph, Node
 
 from ...errors import ContextSplit, NotPartitioned
@@ -19,6 +18,7 @@ from ...torch_compat.tracing.dynamo import enter_autocast, exit_autocast, is_gra
 from ..ir.locations import node_location
 from ..ir.ops import ALLOCATIONS
 from ..trace.splitting import Predicate
+from ..trace.symbols import is_number
 from .split import takes_element
 
 AUTOCAST = "autocast"
@@ -92,6 +92,4 @@ def _divide(graph: Graph, leave: Node, splits: Predicate) -> None:
 
 def _computes(node: Node) -> bool:
     """Whether autocast can matter to a node: not to sizes, allocations, elements of results."""
-    value = node.meta.get("example_value")
-    is_size = isinstance(value, (int, torch.SymInt, torch.Size))
-    return not (is_size or node.target in ALLOCATIONS or takes_element(node))
+    return not (is_number(node) or node.target in ALLOCATIONS or takes_element(node))

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 
 from ...torch_compat.basics.symbolic import expression_of, fx_nodes_of
 from ..ir.ops import ALLOCATIONS
+from ..trace.symbols import follows_calls
 from .split import Section
 
 VIEW_METHODS = frozenset(
@@ -168,6 +169,9 @@ class _Builder:
             return self._input(node, value)
         if isinstance(value, torch.Size):
             return tuple(self.size(dim) for dim in value)
+        if follows_calls(node, self._sizes):
+            self.copy(node)
+            return self.values[node]
         return self.size(value)
 
     def size(self, value: int | torch.SymInt) -> Any:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from ...errors import UnboundSymbol
+from ...errors import NotPortable, UnboundSymbol
 from ...torch_compat.basics.ops import overload_name, overload_of
-from ...torch_compat.basics.symbolic import python_text
+from ...torch_compat.basics.symbolic import Symbolic, python_text
 from ..conditions.places import Place
 from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig
-from ..ir.locations import graph_source, short_location
+from ..ir.locations import graph_source, node_location, short_location
 from ..ir.plan import (
     CallStep,
     CompiledRange,
@@ -30,8 +31,9 @@ from ..ir.plan import (
     Symbol,
     UserInput,
     Weight,
+    names_printed,
 )
-from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
+from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result, source
 from ..pieces.contexts import AUTOCAST
 from ..pieces.piece import BaseSymbols, Piece, size_positions, unwritten_results
 from ..pieces.split import Section, takes_element
@@ -39,7 +41,7 @@ from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.mutations import written_placeholders
 from ..trace.size_uses import uses_in_trace
-from ..trace.symbols import argument_sizes, dims_of, sizes_of, symbol_labels
+from ..trace.symbols import argument_sizes, dims_of, follows_calls, sizes_of, symbol_labels
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
@@ -68,9 +70,9 @@ class PlanBuilder:
         self.written = written_placeholders(trace)
         """Placeholders of arguments and weights that some node writes to."""
         self.sizes = sizes_of(trace)
-        for node, source in trace.sources.items():
-            if source is not None:
-                self._names[node] = self._bind(node, source)
+        for node, origin in trace.sources.items():
+            if origin is not None:
+                self._names[node] = self._bind(node, origin)
 
     def piece(self, index: int, piece: Piece) -> None:
         """Add a step that calls unique piece `index`."""
@@ -246,7 +248,7 @@ class PlanBuilder:
     def _argument(self, value: Any) -> Any:
         match value:
             case Node() if value not in self._names and value in self.sizes:
-                return self._size_argument(value.meta["example_value"])
+                return self._number(value)
             case Node():
                 return Ref(self._names[value])
             case slice():
@@ -257,33 +259,57 @@ class PlanBuilder:
                 return {key: self._argument(item) for key, item in value.items()}
         return value
 
-    def _size_argument(self, value: Any) -> Any:
+    def _number(self, node: Node) -> Any:
+        """A number or a torch.Size, or its text over the plan's symbols."""
+        value, where = node.meta["example_value"], node_location(node)
         if isinstance(value, torch.Size):
-            return tuple(self._size_argument(size) for size in value)
-        size = self._size(value)
-        return Expr(size) if isinstance(size, str) else size
+            return tuple(self._value(size, where) for size in value)
+        if follows_calls(node, self.sizes):
+            return Expr(_call_source(node, *map_arg((node.args, node.kwargs), self._number)))
+        return self._value(value, where)
 
-    def _size(self, size: int | torch.SymInt) -> int | str:
+    def _value(self, value: Any, where: str | None) -> Any:
+        number = self._size(value, where) if isinstance(value, Symbolic) else value
+        return Expr(number) if isinstance(number, str) else number
+
+    def _size(self, size: int | Symbolic, where: str | None = None) -> int | str:
         """A size as a number or as Python text over the plan's symbols."""
         expression = self._trace.symbol_of(size)
         if expression.is_Integer:
             return int(expression)
         for symbol in expression.free_symbols:
             if symbol not in self._symbols:
-                raise UnboundSymbol(expression=expression)
+                raise UnboundSymbol(where=where, expression=expression)
         names = {s: sympy.Symbol(self._symbols[s].name, integer=True) for s in self._symbols}
         return python_text(expression.xreplace(names))
 
     def _result(self, value: Any) -> Result:
-        if isinstance(value, Node) and value not in self.sizes:
-            tensor = value.meta["example_value"]
+        tensor = value.meta["example_value"] if isinstance(value, Node) else None
+        if isinstance(tensor, torch.Tensor):
             return Result(
                 name=self._names[value],
                 dtype=dtype_name(tensor.dtype),
-                shape=tuple(self._size(size) for size in tensor.shape),
+                shape=tuple(self._size(size, node_location(value)) for size in tensor.shape),
             )
-        size = value.meta["example_value"] if isinstance(value, Node) else value
-        return Result(name=str(self._size(size)), dtype=None, shape=())
+        number = self._number(value) if isinstance(value, Node) else value
+        return Result(name=str(number), dtype=None, shape=())
+
+
+def _call_source(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The call of a node of numbers as Python text; raises NotPortable for a function that the text
+    cannot name."""
+    constants: dict[str, Any] = {}
+    arguments = [source(arg, constants) for arg in args]
+    arguments += [f"{name}={source(arg, constants)}" for name, arg in kwargs.items()]
+    module = str(getattr(node.target, "__module__", "")).removeprefix("_")
+    name = getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        call = f"({arguments.pop(0)}).{node.target}"
+    elif getattr(names_printed().get(module), name, None) is node.target and not constants:
+        call = f"{module}.{name}"
+    else:
+        raise NotPortable(where=node_location(node), value=f"a number of {name}()", kind="number")
+    return f"{call}({', '.join(arguments)})"
 
 
 def _stride(value: torch.Tensor) -> tuple[int, ...]:

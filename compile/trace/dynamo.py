@@ -30,7 +30,7 @@ from ...errors import (
     TransformInForward,
 )
 from ...events import Events
-from ...torch_compat.basics.symbolic import expression_of
+from ...torch_compat.basics.symbolic import Symbolic, expression_of
 from ...torch_compat.basics.tensors import is_transformed
 from ...torch_compat.tracing.dynamo import (
     Captured,
@@ -83,8 +83,8 @@ class Trace:
         return list(results)
 
     def symbol_of(self, value: Any) -> sympy.Expr:
-        """A size as an expression over the symbols that remain after Dynamo's equalities."""
-        if isinstance(value, torch.SymInt):
+        """A number as an expression over the symbols that remain after Dynamo's equalities."""
+        if isinstance(value, Symbolic):
             return expression_of(value)
         return sympy.Integer(value)
 
@@ -259,26 +259,29 @@ def _place(expression: str, weight: str | None, locator: Locator) -> str | Place
     return place if weight is None or not locator.is_registered(place) else weight
 
 
-_NO_SIZE = 2**60
-"""No tensor is as large."""
-
-
-def _is_size(output: Any) -> bool:
-    return isinstance(output, Node) and isinstance(output.meta["example_value"], torch.SymInt)
+def _stand_in(output: Any, index: int) -> Any:
+    """For an integer a number that nothing else is, and for a float, which Dynamo's bytecode reads
+    from a tensor, one of such a number."""
+    number = 2**60 + 2**10 * index  # no tensor is as large, and floats have no number between
+    if isinstance(output, Node) and isinstance(output.meta["example_value"], torch.SymInt):
+        return number
+    if isinstance(output, Node) and output.target is torch.scalar_tensor:
+        return torch.tensor(number, dtype=torch.float64, device="cpu")
+    return torch.empty(0, device="meta")
 
 
 def _structure(
     captured: Captured, model: torch.nn.Module, examples: Examples
 ) -> tuple[Any, list[Leaf]]:
-    """Run the bytecode that surrounds the graph, with one stand-in per graph output: for a size a
-    number that nothing else is. Returns the result, and the arguments that are in it.
+    """Run the bytecode that surrounds the graph, with one stand-in per graph output. Returns the
+    result, and the arguments that are in it. Outputs that are read as floats become floats.
     """
     outputs: Any = captured.graph.graph.output_node().args[0]
-    stand_ins = [
-        _NO_SIZE + i if _is_size(output) else torch.empty(0, device="meta")
-        for i, output in enumerate(outputs)
-    ]
-    sizes = {each: Ref(f"o{i}") for i, each in enumerate(stand_ins) if type(each) is int}
+    stand_ins = [_stand_in(output, i) for i, output in enumerate(outputs)]
+    numbers: dict[float, int] = {
+        int(n): i for i, n in enumerate(stand_ins) if type(n) is int or n.numel()
+    }
+    floats = set[Node]()
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
     references = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
@@ -292,8 +295,10 @@ def _structure(
     returned: dict[str, Leaf] = {}
 
     def ref(value: Any) -> Ref | None:
-        if type(value) is int:
-            return sizes.get(value)
+        if type(value) in (int, float) and value in numbers:
+            if type(value) is float:
+                floats.add(outputs[numbers[value]])
+            return Ref(f"o{numbers[value]}")
         if isinstance(value, torch.Size) and not dynamic.isdisjoint(value):
             raise ReturnsShape(sizes=tuple(value))  # read from the example, not by the graph
         if (leaf := arguments.get(id(value))) is not None:
@@ -304,7 +309,11 @@ def _structure(
             raise ReturnsWeight(name=name)
         return references.get(id(value))
 
-    return with_refs(result, ref), list(returned.values())
+    structure = with_refs(result, ref)
+    for node in floats:
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        captured.graph.graph.erase_node(node)
+    return structure, list(returned.values())
 
 
 def _sizes_alone(

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...torch_compat.basics.symbolic import expression_of
 from ..ir.locations import node_location
 from .dynamo import Trace
-from .symbols import computed_from_sizes
+from .symbols import sizes_of
 
 SizeAssert = tuple[sympy.Basic, str | None]
 """What must hold, and the file:line of the user's code that assumed it."""
@@ -25,7 +25,7 @@ def take_size_asserts(trace: Trace) -> list[SizeAssert]:
 
     Those about values are kept from being dropped."""
     keep_value_asserts(trace.graph)
-    graph, follow = trace.graph.graph, computed_from_sizes(trace)
+    graph, follow = trace.graph.graph, sizes_of(trace)
     taken: list[SizeAssert] = []
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]

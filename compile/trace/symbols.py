@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Node
 
-from ...torch_compat.basics.symbolic import Symbolic, expression_of, original_symbol
+from ...torch_compat.basics.symbolic import Symbolic, expression_of, is_of_integers, original_symbol
 from ..ir.plan import NUMBER
 from .dynamo import Trace
 from .examples import Leaf
@@ -45,37 +45,38 @@ def dims_of(value: Any) -> list[tuple[int, Any]]:
     return [*enumerate(value.shape)] if isinstance(value, torch.Tensor) else [(NUMBER, value)]
 
 
-def computed_from_sizes(trace: Trace) -> set[Node]:
+def sizes_of(trace: Trace) -> set[Node]:
     """The nodes whose value is a number, a truth value or a torch.Size that follows from the sizes
     of arguments.
 
-    A size that depends on data is judged by what it is computed from, not by its value in the
-    trace: that `nonzero()` has 4 rows holds only while the assertion holds that says so.
+    A size that depends on data, such as the length of `nonzero()`, is passed like a tensor. It is
+    judged by what it is computed from, not by its value in the trace: that `nonzero()` has 4 rows
+    holds only while the assertion holds that says so.
     """
     symbols = symbol_labels(trace).keys()
     follow: set[Node] = set()
-    for node in filter(_is_number, trace.graph.graph.nodes):
+    for node in filter(is_number, trace.graph.graph.nodes):
         value = node.meta["example_value"]
         parts = value if isinstance(value, torch.Size) else [value]
         originals = [original_symbol(part) for part in parts if isinstance(part, Symbolic)]
         known = all(original.free_symbols <= symbols for original in originals)
-        if known and all(used in follow for used in node.all_input_nodes if _is_number(used)):
+        if known and all(used in follow for used in node.all_input_nodes if is_number(used)):
             follow.add(node)
     return follow
 
 
-def _is_number(node: Node) -> bool:
+def is_number(node: Node) -> bool:
+    """Whether the value of a node is a number, a truth value or a torch.Size."""
     value = node.meta.get("example_value")
     return isinstance(value, int | float | torch.Size | Symbolic)
 
 
-def sizes_of(trace: Trace) -> set[Node]:
-    """The nodes that compute an int or a torch.Size from the sizes of arguments.
-
-    A size that depends on data, such as the length of `nonzero()`, is passed like a tensor.
-    """
-    kinds = {int, torch.SymInt, torch.Size}
-    return {n for n in computed_from_sizes(trace) if type(n.meta["example_value"]) in kinds}
+def follows_calls(node: Node, sizes: Collection[Node]) -> bool:
+    """Whether a number of `sizes` is computed by the calls of the model, not from its expression:
+    sympy orders numbers with floats anew, which rounds otherwise."""
+    value, inputs = node.meta["example_value"], node.all_input_nodes
+    is_computed = bool(inputs) and all(used in sizes for used in inputs)
+    return is_computed and isinstance(value, Symbolic) and not is_of_integers(value)
 
 
 def size_at(size: Any, sizes: Sizes) -> int | None:

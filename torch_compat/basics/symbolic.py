@@ -62,6 +62,16 @@ def python_text(expression: sympy.Basic) -> str:
     return text
 
 
+def is_of_integers(number: Symbolic) -> bool:
+    """Whether a number is an integer that is computed from integers alone."""
+    import sympy
+
+    return isinstance(number, torch.SymInt) and all(
+        part.is_Boolean or part.is_integer
+        for part in sympy.preorder_traversal(expression_of(number))
+    )
+
+
 def holds_by_intervals(
     condition: sympy.Basic, ranges: Mapping[sympy.Symbol, tuple[int, int]]
 ) -> bool:

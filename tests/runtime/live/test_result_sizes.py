@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, prepare
-from piecegraph.errors import ResultFormUnknown, ReturnsShape
+from piecegraph.errors import NotPortable, ResultFormUnknown, ReturnsShape
+from tests.compile import ops  # noqa: F401
 
 from ..conftest import small_config, strict_backend
 
@@ -88,3 +89,60 @@ def test_the_shape_of_an_argument_is_refused_as_a_result():
     model = Formed(lambda x: (x * 2, {"shape": x.shape}))
     with pytest.raises(ReturnsShape, match=r"tuple\(x\.shape\)"):
         prepare(model, small_config(16, graph_mode="NONE"), backend=strict_backend())
+
+
+NUMBERS = {
+    "comparisons": lambda n: [n > 5, n == 16, (n > 2) & (n < 9)],
+    "floats": lambda n: [n * 0.5, n / 3, float(n), n**0.5, round(n * 0.3, 1), (n - 9) // 2.0],
+    "both": lambda n: {"few": n * 0.1 < 0.3, "all": n, "half": n * 0.5},
+    "one number": lambda n: n / 2,
+    "infinite": lambda n: n * float("inf"),
+    # sympy makes 29.0 * n and 0.3 * n of them
+    "in the order of the model": lambda n: (n * 0.29 * 100, int(n * 0.29 * 100), n * 0.1 * 3),
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_numbers_computed_from_sizes_are_those_of_the_step(numbers):
+    model = Formed(lambda x: {"y": x * 2, "numbers": NUMBERS[numbers](x.shape[0])})
+    prepared = prepare(model, small_config(16, capture_sizes=(4, 16)), backend=strict_backend())
+    prepared.capture()
+    for n in (3, 16, 1, 4, 7):
+        x = torch.randn(n, 4)
+        decision = prepared.dispatch(Batch(n, n, is_decode=True, query_len=1))
+        assert decision.mode.name == "FULL"
+        result, expected = prepared.run(decision, x)["numbers"], NUMBERS[numbers](n)
+        assert (result, repr(result)) == (expected, repr(expected))
+
+
+def test_a_number_that_is_returned_and_read_after_a_splitting_op():
+    """No piece passes it on: each computes it from the sizes."""
+
+    def form(x):
+        share = x.shape[0] / 3
+        y = torch.ops.piecegraph_test.fresh(x * share, "a")
+        return y * share + int(share), share, torch.scalar_tensor(share, dtype=torch.float64)
+
+    config = small_config(16, graph_mode="NONE", splitting_ops=("piecegraph_test::fresh",))
+    prepared = prepare(Formed(form), config, backend=strict_backend())
+    assert [step.args for step in prepared.compiled.plan.steps if step.kind == "piece"] == [
+        ("i0", "s0"),
+        ("t1", "s0"),
+    ]
+    for n in (3, 16, 1):
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(prepared(x, batch=Batch(n, 1)), form(x))
+
+
+@torch.compiler.allow_in_graph
+def half(n):
+    return n * 0.5
+
+
+def test_a_number_of_a_function_that_no_plan_can_call_is_refused_with_the_line():
+    def form(x):
+        return x * 2, half(x.shape[0])
+
+    with pytest.raises(NotPortable, match=r"number of half\(\)") as caught:
+        prepare(Formed(form), small_config(16, graph_mode="NONE"), backend=strict_backend())
+    assert caught.value.where == f"{__file__}:{form.__code__.co_firstlineno + 1}"
