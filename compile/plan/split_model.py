@@ -23,7 +23,7 @@ from ..pieces.piece import Piece, lift, may_be_handle
 from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
-from ..trace.splitting import Predicate, is_splitting
+from ..trace.splitting import Predicate, check_splitting_ops, is_splitting
 from .join_plans import join_forms, join_plans
 from .plan_builder import PlanBuilder, base_symbols
 
@@ -89,7 +89,8 @@ def conditions_of(splits: Sequence[SplitModel]) -> Conditions:
 
 
 def split_model(traces: Sequence[GuardedTrace], events: Events) -> list[SplitModel]:
-    """Each trace of a model. Raises UnknownSplittingOp for a rule that does not fit a graph."""
+    """Each trace of a model. Raises UnknownSplittingOp for a rule that fits none of their ops."""
+    check_splitting_ops((each.trace.graph.graph for each in traces), traces[0].config)
     models = [_split_trace(each, events) for each in traces]
     served: dict[str, tuple[int, int]] = {}
     for model in models:
@@ -104,7 +105,7 @@ def _split_trace(guarded: GuardedTrace, events: Events) -> SplitModel:
     traced, config = guarded.trace, guarded.config
     trace_artifact("graph", lambda: graph_source(traced.graph))
     with events.span("split", level=logging.INFO):
-        splits = is_splitting(traced.graph.graph, config)
+        splits = is_splitting(config)
         resolve_contexts(traced.graph.graph, splits)
         if config.partition is Partition.INDUCTOR:
             cut_at, splits = partition_ops(traced.graph.graph, splits), lambda node: False

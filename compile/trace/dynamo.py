@@ -126,8 +126,7 @@ def trace(request: CompileRequest) -> Trace:
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
     with events.span("conditions", level=logging.INFO):
-        splits = is_splitting(graph.graph, config)
-        conditions = record_conditions(model, captured, locator, splits)
+        conditions = record_conditions(model, captured, locator, is_splitting(config))
     structure, returned = _structure(captured, model, examples)
     sizes = _sizes_alone(captured, sources, examples)
     for leaf in [each for each in examples.leaves() if each.label in sizes] + returned:

@@ -14,7 +14,7 @@ from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.verify import trace_difference
 from piecegraph.config import Config, compile_config
-from piecegraph.errors import GuardUnproved, IntervalsDiffer
+from piecegraph.errors import GuardUnproved, IntervalsDiffer, UnknownSplittingOp
 from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
 from tests import text_compiler
@@ -226,6 +226,34 @@ def test_compile_ranges_and_sizes_are_cut_at_the_intervals(compiled):
         *((65, 99), (100, 100), (101, 512), (513, 2048)),
     ]
     check(made, model, [size for span in ranges for size in span])
+
+
+def by_size(few, many, most):
+    """A model that runs `few` up to `most` tokens, and `many` above."""
+    return Body(lambda m, x: (few if x.shape[0] <= most else many)(m.linear(x)))
+
+
+@pytest.mark.parametrize("most", [1, 8])
+@pytest.mark.parametrize("policy", ["split", "prove"])
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_splitting_op_need_not_be_in_each_trace(compiled, swap, policy, most):
+    ops = [lambda x: torch.ops.piecegraph_test.fresh(x, "a") + 1, lambda x: x * 2]
+    model = by_size(*(ops[::-1] if swap else ops), most)
+    names = ("piecegraph_test::fresh",)
+    made = compiled(model, inputs=X, splitting_ops=names, tracing={"guards": policy})
+    assert spans(made) == [(1, most), (most + 1, 2048)]
+    calls = [len(plan.calls()) for plan in made.plan.intervals()]
+    assert calls == ([0, 1] if swap else [1, 0])
+    check(made, model)
+
+
+@pytest.mark.parametrize("policy", ["split", "prove"])
+def test_a_splitting_op_that_no_trace_has_is_unknown(compiled, policy):
+    fresh, tagged = torch.ops.piecegraph_test.fresh, torch.ops.piecegraph_test.log.tagged
+    model = by_size(lambda x: fresh(x, "a"), lambda x: tagged(x, tag="b"), 8)
+    known = "piecegraph_test::fresh, piecegraph_test::log"
+    with pytest.raises(UnknownSplittingOp, match=f"'no::such' .*: {known}"):
+        compiled(model, inputs=X, splitting_ops=("no::such",), tracing={"guards": policy})
 
 
 class TwoInputs(nn.Module):

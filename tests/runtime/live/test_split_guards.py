@@ -100,6 +100,32 @@ def test_steps_equal_the_model_on_both_sides_of_each_boundary(mode):
         }
 
 
+class Chosen(Tiled):
+    """Few tokens, or many, run no splitting op."""
+
+    def __init__(self, few):
+        super().__init__()
+        self.few = few
+
+    def forward(self, x):
+        is_split = self.few if x.shape[0] <= 8 else not self.few
+        return super().forward(x) if is_split else x * self.weights[0]
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_splitting_op_may_run_at_some_sizes_only(mode, few):
+    model = Chosen(few)
+    served = prepared(model, mode)
+    modes = set()
+    for size in (*SIZES, *reversed(SIZES)):
+        x = torch.randn(size, 4)
+        decision = served.dispatch(Batch(size, 1))
+        modes.add((decision.mode.name, size <= 8))
+        torch.testing.assert_close(served.run(decision, x), model(x), rtol=1e-4, atol=1e-4)
+    assert {(mode.name, True), (mode.name, False)} <= modes
+
+
 def test_a_batch_that_could_only_be_padded_into_the_next_interval_runs_without_a_graph():
     served = prepared(Tiled(), GraphMode.PIECEWISE)
     decision = served.dispatch(Batch(64, 1))
