@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +29,10 @@ from .prover import GuardProver, interval_around
 
 MAX_INTERVALS = 8
 """Traces of one model, at most."""
+
+OF_GUARDS = GuardUnproved, Specialized
+"""Errors of a finished trace: its guards do not hold for all sizes, and another way to trace may
+do."""
 
 
 @dataclass(frozen=True)
@@ -72,32 +75,30 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
 
 def _proved(request: CompileRequest) -> list[GuardedTrace]:
     """One trace, or several where a guard holds only from some size on."""
-    is_unbacked = request.config.code.dynamic_shapes is DynamicShapes.UNBACKED
     try:
         return [_traced(request)]
-    except TraceFailed as failed:
-        if is_unbacked:
-            raise
-        try:
-            return [_traced(_with(request, DynamicShapes.UNBACKED))]
-        except (GuardUnproved, Specialized):  # an assertion that fails at the example's size
-            raise
-        except CompileError:
-            raise failed from failed.__cause__
-    except GuardUnproved as unproved:
-        if is_unbacked:
-            if (intervals := _intervals(request, unproved)) is None:
-                raise
-            return intervals
+    except (TraceFailed, GuardUnproved) as failed:
+        return _traced_otherwise(request, failed)
+
+
+def _traced_otherwise(
+    request: CompileRequest, failed: TraceFailed | GuardUnproved
+) -> list[GuardedTrace]:
+    """A trace with unbacked sizes, or those of intervals; raises `failed` if there are none."""
+    guard = failed if isinstance(failed, GuardUnproved) else None
+    if request.config.code.dynamic_shapes is not DynamicShapes.UNBACKED:
         try:
             unbacked = _traced(_with(request, DynamicShapes.UNBACKED))
-        except CompileError:
-            intervals = _intervals(request, unproved)
-            if intervals is None:
-                raise unproved from None
-            return intervals
-        request.events.emit("trace.unbacked", reason=str(unproved))
-        return [replace(unbacked, unproved=unproved)]
+        except CompileError as error:
+            if guard is None and isinstance(error, OF_GUARDS):
+                raise  # an assertion that fails at the example's size
+            request.events.emit("trace.not_unbacked", reason=str(error))
+        else:
+            request.events.emit("trace.unbacked", reason=str(failed))
+            return [replace(unbacked, unproved=guard)]
+    if guard is not None and (intervals := _intervals(request, guard)):
+        return intervals
+    raise failed
 
 
 def split_instead(
@@ -109,18 +110,23 @@ def split_instead(
         return None
     try:
         return [each for form in request.forms() for each in _split(form, unbacked=False)]
-    except CompileError:
+    except CompileError as error:  # the model has been traced: it is no error of its code
+        request.events.emit("trace.not_split", reason=str(error))
         return None
 
 
 def _intervals(request: CompileRequest, unproved: GuardUnproved) -> list[GuardedTrace] | None:
     """The traces for the sizes from which a guard holds, and for smaller ones; None if there are
-    none. Mamba models, for example, ask whether there is more than one token."""
+    none. Mamba models, for example, ask whether there is more than one token.
+
+    Raises other errors of the model's code at some of these sizes, such as HostRead.
+    """
     if unproved.facts["symbol"] != TOKENS or unproved.facts["holds_from"] is None:
         return None
     try:
         traces = _split(request, unbacked=False)
-    except CompileError:
+    except (*OF_GUARDS, TraceFailed) as error:  # the guard may be an assertion, which fails there
+        request.events.emit("trace.not_split", reason=str(error))
         return None
     request.events.emit(
         "trace.intervals",
@@ -175,8 +181,10 @@ def _around_example(
     except GuardUnproved as error:
         unproved = error
     if unbacked:
-        with suppress(CompileError):
+        try:
             return _traced(_with(request, DynamicShapes.UNBACKED)), None
+        except CompileError as error:
+            request.events.emit("trace.not_unbacked", reason=str(error))
     checking = replace(request, config=replace(request.config, guards=GuardPolicy.CHECK))
     conditions = [
         each.expression for each in _with_proof(traced, asserts, checking).guards.unproved

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from piecegraph.cache import Cache
+from piecegraph.compile.guards.trace_with_guards import trace_with_guards
 from piecegraph.compile.ir.compilation import Compiler, CompileRequest
 from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.verify import trace_difference
 from piecegraph.config import Config, compile_config
-from piecegraph.errors import GuardUnproved, IntervalsDiffer, UnknownSplittingOp
+from piecegraph.errors import GuardUnproved, HostRead, IntervalsDiffer, UnknownSplittingOp
 from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
 from tests import text_compiler
@@ -254,6 +255,31 @@ def test_a_splitting_op_that_no_trace_has_is_unknown(compiled, policy):
     known = "piecegraph_test::fresh, piecegraph_test::log"
     with pytest.raises(UnknownSplittingOp, match=f"'no::such' .*: {known}"):
         compiled(model, inputs=X, splitting_ops=("no::such",), tracing={"guards": policy})
+
+
+def read_alone(m, x):
+    if x.shape[0] == 1:
+        return x * x.sum().item()
+    return m.linear(x)
+
+
+@pytest.mark.parametrize("policy", ["split", "prove"])
+def test_what_keeps_one_interval_from_being_traced_is_shown(compiled, policy):
+    with pytest.raises(HostRead, match="item") as caught:
+        compiled(Body(read_alone), inputs=X, tracing={"guards": policy})
+    assert place(caught.value) == (__file__, read_alone.__code__.co_firstlineno + 2)
+
+
+def test_an_error_of_another_way_to_trace_is_an_event(tmp_path):
+    """That of the first way is raised."""
+    events, model = Events(), of_table([(n, float(n)) for n in range(2, 22, 2)])
+    config = compile_config(Config(inputs=X))
+    request = CompileRequest(model, config, Cache(tmp_path, events), events, CPU)
+    with pytest.raises(GuardUnproved, match="num_tokens > 2,"):
+        trace_with_guards(request)
+    (split,), (unbacked,) = map(events.named, ("trace.not_split", "trace.not_unbacked"))
+    assert "at most 8 intervals" in split.facts["reason"]
+    assert "cannot be traced" in unbacked.facts["reason"]
 
 
 class TwoInputs(nn.Module):
