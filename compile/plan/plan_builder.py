@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from ...errors import NotPortable, UnboundSymbol
 from ...torch_compat.basics.ops import overload_name, overload_of
-from ...torch_compat.basics.symbolic import Symbolic, python_text
+from ...torch_compat.basics.symbolic import Symbolic, original_symbol, python_text
 from ..conditions.places import Place
 from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig
@@ -45,12 +45,18 @@ from ..trace.symbols import argument_sizes, dims_of, follows_calls, sizes_of, sy
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
-    """A SymInt for each symbol that is the size of a dimension of an argument."""
+    """A SymInt for each symbol that is the size of a dimension of an argument.
+
+    Inductor names a size that a piece is given by the symbol that it was made with. Of sizes that
+    are equal only one has the symbol that remains, which all code is in.
+    """
     symbols: BaseSymbols = {}
     for _, _, size in argument_sizes(trace):
         expression = trace.symbol_of(size)
-        if expression.is_Symbol:
-            symbols.setdefault(expression, size)
+        if expression.is_Symbol and (
+            expression not in symbols or original_symbol(size) == expression
+        ):
+            symbols[expression] = size
     return symbols
 
 

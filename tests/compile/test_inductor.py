@@ -239,3 +239,30 @@ def test_what_is_needed_once_has_spans_of_its_own(monkeypatch):
             *([] if ready else ["toolchain"]),
         ]
         assert len(compiled) == (0 if ready else 1)
+
+
+class SizesAlone(nn.Module):
+    """Of its pieces one has the number of tokens alone; two inputs have it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, pos):
+        q = self.linear(x)
+        torch.ops.piecegraph_test.mix(pos, q, "first")
+        out = torch.zeros(x.shape[0], 8)
+        torch.ops.piecegraph_test.mix(q, out, "second")
+        return out + q
+
+
+@pytest.mark.parametrize("dynamic_shapes", DynamicShapes)
+def test_a_piece_that_is_given_the_number_of_tokens_alone(compiled, dynamic_shapes):
+    model = SizesAlone()
+    inputs = {**X, "pos": "float32[num_tokens, 8]"}
+    tracing = {"dynamic_shapes": dynamic_shapes}
+    made = compiled(model, inputs=inputs, splitting_ops=MIX, compiler="inductor", tracing=tracing)
+    for size in (1, 5):
+        x, pos = torch.randn(size, 8), torch.randn(size, 8)
+        torch.testing.assert_close(made(x, pos), model(x, pos).detach())
