@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,28 @@ def test_shape_environments_are_released():
     del env, made
     gc.collect()
     assert released() is None
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_run_on_symbolic_inputs_leaves_no_objects(raises):
+    def run():
+        with (
+            suppress(ValueError),
+            symbolic.symbolic_inputs([(torch.ones(5, 4), ("rows", None))]) as ((x,), _, _env),
+        ):
+            bool((x.reshape(-1) * 2).shape[0] > 9)
+            if raises:
+                raise ValueError
+
+    def objects():
+        gc.collect()
+        return len(gc.get_objects())
+
+    run()
+    before = objects()
+    for _ in range(10):
+        run()
+    assert objects() < before + 10
 
 
 def test_what_a_trace_learned_of_a_size_is_forgotten():

@@ -104,15 +104,18 @@ def symbolic_inputs(
     env = Environment(specialize_zero_one=False, duck_shape=False)
     mode, sizes = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True), dict[str, Any]()
     fakes = list[torch.Tensor]()
-    with mode:
-        for tensor, labels in inputs:
-            kinds = [DimDynamic.DYNAMIC if label else DimDynamic.STATIC for label in labels]
-            context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
-            fakes.append(mode.from_tensor(tensor, symbolic_context=context))
-            for label, size in zip(labels, fakes[-1].shape, strict=True):
-                if label:
-                    state_equal(size, sizes.setdefault(label, size))
-        yield fakes, {expression_of(size): label for label, size in sizes.items()}, env
+    try:
+        with mode:
+            for tensor, labels in inputs:
+                kinds = [DimDynamic.DYNAMIC if label else DimDynamic.STATIC for label in labels]
+                context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+                fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+                for label, size in zip(labels, fakes[-1].shape, strict=True):
+                    if label:
+                        state_equal(size, sizes.setdefault(label, size))
+            yield fakes, {expression_of(size): label for label, size in sizes.items()}, env
+    finally:
+        release_shape_environments()
 
 
 # A shape environment: what tracing assumed about sizes.
