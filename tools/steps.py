@@ -21,6 +21,9 @@ from ..runtime.prepared_model import PreparedModel
 from ..torch_compat.basics.tensors import tree_map_only
 from .report.output import Output
 
+_MOST_AHEAD = 1024
+"""Dispatches whose step may still come, at most."""
+
 Rebuild = Callable[[Any, Decision], Any]
 
 
@@ -69,6 +72,8 @@ class StepRecorder(StepObserver):
     `limit` steps, or by `close`. With None for `path` they are only in `steps`.
     """
 
+    tells_steps_apart = True
+
     def __init__(
         self,
         prepared: PreparedModel,
@@ -82,7 +87,8 @@ class StepRecorder(StepObserver):
         self._prepared = prepared
         self._limit = limit
         self._keep = metadata
-        self._dispatched: tuple[Batch, Decision] | None = None
+        self._dispatched: dict[int, tuple[Batch, Decision]] = {}
+        """Of the last dispatches, by the identity of the decision."""
         self._open = True
         prepared.parts.log.observe(self)
 
@@ -104,14 +110,17 @@ class StepRecorder(StepObserver):
                 write_steps(path, rows)
 
     def dispatched(self, batch: Batch, decision: Decision) -> None:
-        self._dispatched = copy.copy(batch), decision
+        if len(self._dispatched) >= _MOST_AHEAD:
+            del self._dispatched[next(iter(self._dispatched))]
+        self._dispatched[id(decision)] = copy.copy(batch), decision
 
     def began(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> None:
-        if self._dispatched is None or self._dispatched[1] is not decision or not self._open:
+        dispatched = self._dispatched.get(id(decision))
+        if dispatched is None or not self._open:
             return  # a decision of another rank, or after the limit
         args, kwargs = tree_map_only(torch.Tensor, _copied, (tuple(args), dict(kwargs)))
         kept = self._keep(metadata, decision)
-        self.steps.append(Step(args, self._dispatched[0], kept, kwargs))
+        self.steps.append(Step(args, dispatched[0], kept, kwargs))
 
     def ended(self, decision: Decision, num_tokens: int, error: BaseException | None) -> None:
         if len(self.steps) >= self._limit:

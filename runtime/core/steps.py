@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -97,6 +98,9 @@ class StepRunner:
         steps."""
         self.decided: tuple[Callable[..., bool], ...] = ()
         """Called after it; says whether it must be dispatched again."""
+        self.own_decisions = False
+        """Whether each dispatch gives a decision of its own, by which its step is known. Else the
+        dispatcher gives one decision to equal batches."""
         self._max_num_reqs = max_num_reqs
         self._event = backend.event
         self._copied: DeviceEvent | None = None
@@ -154,15 +158,20 @@ class StepRunner:
         if self.before:
             for before_step in self.before:
                 before_step(batch)
-        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+        modes = allowed_modes, excluded_modes
+        decision = self._decide(batch, *modes)
         if batch.num_reqs > self._max_num_reqs:
             fault = f"the setting max_num_reqs is {self._max_num_reqs}"
             raise BatchInvalid(batch=batch, fault=fault)
         if self.decided:
             for decided in self.decided:
-                if decided(batch, decision, allowed_modes, excluded_modes):
-                    decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+                if decided(batch, decision, *modes):
+                    decision = self._decide(batch, *modes)
         return decision
+
+    def _decide(self, batch: Batch, *modes: Collection[RuntimeMode] | None) -> Decision:
+        decision = self.dispatcher.dispatch(batch, *modes)
+        return copy(decision) if self.own_decisions else decision
 
     def run(
         self,

@@ -108,6 +108,33 @@ def test_recorded_steps_give_the_same_results_again(prepared, tmp_path):
     torch.testing.assert_close(replay_step(prepared, one), first)
 
 
+@pytest.mark.parametrize(
+    "batches", [(decode(3), decode(4)), (pg.Batch(6, 1), pg.Batch(6, 2), pg.Batch(6, 3))]
+)
+def test_steps_that_were_dispatched_ahead_are_recorded_each_with_its_batch(prepared, batches):
+    with StepRecorder(prepared, None) as recorder:
+        decisions = [prepared.dispatch(batch) for batch in batches]
+        for batch, decision in zip(batches, decisions, strict=True):
+            prepared.dispatch(decode(1))  # what is dispatched and not run is not recorded
+            prepared.run(decision, torch.full((batch.num_tokens, 4), float(batch.num_reqs)))
+    assert [step.batch for step in recorder.steps] == [*batches]
+    assert [step.args[0][0, 0].item() for step in recorder.steps] == [b.num_reqs for b in batches]
+    assert prepared.dispatch(batches[0]) is prepared.dispatch(batches[0])
+
+
+def test_the_runner_up_of_a_step_that_was_dispatched_ahead_is_its_own(prepared):
+    prepared.parts.log.keep(9)
+    decisions = {size: prepared.dispatch(decode(size)) for size in (1, 6, 3)}
+    for size, decision in decisions.items():
+        prepared.run(decision, torch.ones(size, 4))
+    assert [each.runner_up for each in prepared.parts.log.last_steps()] == [
+        "FULL 4: less preferred",
+        "FULL 4: above largest size",
+        None,
+    ]
+    prepared.parts.log.keep(0)
+
+
 def test_a_recorder_stops_at_its_limit(prepared, tmp_path):
     file = tmp_path / "steps.pt"
     recorder = StepRecorder(prepared, file, limit=2)

@@ -216,4 +216,7 @@ class LogPart(Part):
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers
+        self._core.steps.own_decisions = any(
+            getattr(each, "tells_steps_apart", False) for each in observers
+        )
         self._core.link()

@@ -24,6 +24,10 @@ class StepObserver:
     Subclasses override what they need. Steps are slower while there is an observer.
     """
 
+    tells_steps_apart = False
+    """Whether each dispatch is to return a decision of its own, since an engine may dispatch
+    several batches before it runs the first."""
+
     def dispatched(self, batch: Batch, decision: Decision) -> None:
         """`dispatch` returned `decision` for `batch`."""
 
@@ -69,6 +73,8 @@ class StepLog(StepObserver):
         self.seconds = {mode.name: 0.0 for mode in RuntimeMode}
         self.dispatcher = dispatcher
         self._runners_up: dict[tuple[int, int], tuple[Decision, str | None]] = {}
+        self._told: dict[int, tuple[Decision, str | None]] = {}
+        """Of the last batch of each decision: others may be dispatched before its step runs."""
         self._runner_up: str | None = None
         self._began = 0.0
 
@@ -81,9 +87,13 @@ class StepLog(StepObserver):
                 self._runners_up.clear()
             second = runner_up(self.dispatcher, batch, decision)
             logged = self._runners_up[place] = decision, second
-        self._runner_up = logged[1]
+        if len(self._told) >= _MOST_KEPT:
+            self._told.clear()
+        self._told[id(decision)] = logged
 
-    def began(self, *step: Any) -> None:
+    def began(self, decision: Decision, *step: Any) -> None:
+        told = self._told.get(id(decision))
+        self._runner_up = told[1] if told is not None else None
         self._began = time.perf_counter()
 
     def ended(self, decision: Decision, num_tokens: int, error: BaseException | None) -> None:
@@ -103,7 +113,6 @@ class StepLog(StepObserver):
                 type(error).__name__ if error is not None else None,
             )
         )
-        self._runner_up = None
 
 
 def runner_up(dispatcher: Dispatcher, batch: Batch, decision: Decision) -> str | None:
