@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from ..ir.ops import resolve_op
 from ..ir.plan import Plan
 from ..ir.serialization import dtype_name
 from .codegen import AfterCall, Hook, StepFn, build_step
+
+Kind = tuple[type, torch.device]
+"""Class and device of a weight."""
 
 Hooks = Callable[[Plan], tuple[Hook, Hook]]
 """Of a plan the hooks of `build_step`."""
@@ -45,6 +48,14 @@ class CompiledModel:
     """`Entry.digest` of the bundle that has its code; None if there is none."""
     sources: range = range(0)
     """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    """Class and device of each weight when the code was made or loaded, if it had memory."""
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            loaded = {name: each for name, each in self.weights.items() if not each.is_meta}
+            kinds = {name: _kind_of(weight) for name, weight in loaded.items()}
+            object.__setattr__(self, "kinds", kinds)
 
     def relies_on(self, module: str) -> bool:
         """Whether there are conditions on what is in a module of Python."""
@@ -108,7 +119,11 @@ class CompiledModel:
 
     def rebound(self) -> CompiledModel:
         """The same plan and pieces with the model's current weights; raises ModelMismatch."""
-        return replace(self, weights=weights_of(self.model, self.plan))
+        return replace(self, weights=weights_of(self.model, self.plan, self.kinds))
+
+    def misfit(self) -> str | None:
+        """A weight that has another form than the code was made for; None if there is none."""
+        return _misfit(self.weights, self.plan, self.kinds)
 
 
 def _taking(step: StepFn, places: Sequence[int]) -> StepFn:
@@ -116,8 +131,11 @@ def _taking(step: StepFn, places: Sequence[int]) -> StepFn:
     return lambda *inputs: step(*[inputs[place] for place in places])
 
 
-def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
-    """The weights that a plan refers to; raises ModelMismatch if one does not fit."""
+def weights_of(
+    model: torch.nn.Module, plan: Plan, kinds: Mapping[str, Kind] = {}
+) -> dict[str, torch.Tensor]:
+    """The weights that a plan refers to; raises ModelMismatch if one does not fit, or is of another
+    kind than in `kinds`."""
     tensors = {
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -127,9 +145,31 @@ def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
         tensor = reader(*weight.place, model)() if weight.place else tensors.get(weight.target)
         if not isinstance(tensor, torch.Tensor):
             raise ModelMismatch(reason=f"it has no weight {weight.target!r}")
-        form = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
-        expected = (weight.dtype, weight.shape, weight.stride)
-        if form != expected:
-            raise ModelMismatch(reason=f"{weight.target!r} is {form}, the plan has {expected}")
         weights[weight.target] = tensor
+    if fault := _misfit(weights, plan, kinds):
+        raise ModelMismatch(reason=fault)
     return weights
+
+
+def _misfit(
+    weights: Mapping[str, torch.Tensor], plan: Plan, kinds: Mapping[str, Kind]
+) -> str | None:
+    for weight in plan.weights:
+        tensor = weights[weight.target]
+        with torch.DisableTorchFunction():
+            form = dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride()
+        expected = weight.dtype, weight.shape, weight.stride
+        kind = _kind_of(tensor)
+        expected_kind = kinds.get(weight.target, kind)
+        if form != expected or kind != expected_kind:
+            now, then = _form_text(*form, *kind), _form_text(*expected, *expected_kind)
+            return f"{weight.target!r} is {now}, the plan has {then}"
+    return None
+
+
+def _kind_of(tensor: torch.Tensor) -> Kind:
+    return type(tensor), tensor.device
+
+
+def _form_text(dtype: str, shape: Any, stride: Any, kind: type, device: torch.device) -> str:
+    return f"a {kind.__name__} {dtype}{list(shape)} with strides {stride} on {device}"

@@ -178,7 +178,9 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def form_test(tensors: Sequence[Tensor], any_rows: bool = False) -> Callable[..., bool]:
+def form_test(
+    tensors: Sequence[Tensor], any_rows: bool = False, any_strides: bool = True
+) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the class, dtype, device and sizes of these,
     and is negated or conjugated as these are. With `any_rows` the first size may differ, and
     strides may not.
@@ -190,12 +192,18 @@ def form_test(tensors: Sequence[Tensor], any_rows: bool = False) -> Callable[...
     strides: Any = [[None] * tensor.dim() for tensor in tensors]
     if any_rows:
         sizes = [[None, *size[1:]] if size else [] for size in sizes]
+    if any_rows or not any_strides:
         strides = [list(tensor.stride()) for tensor in tensors]
     guards: Any = TensorGuards
     test: Callable[..., bool] = guards(
         *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
     ).check
     return test
+
+
+def inference_and_grad() -> tuple[bool, bool]:
+    """The modes of torch on which `form_test` depends."""
+    return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
 
 def is_transformed(value: Any) -> bool:

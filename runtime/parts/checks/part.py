@@ -3,7 +3,8 @@
 Guarantee: a step whose weights, watched tensors, metadata, read values, host values or model differ
 from what its graph was captured with, or whose inputs share memory with what the model writes to,
 is an error that names the difference. Cost: see `prepared.checks()`; 1.9 us of a FULL step of
-7.4, 6.1 of a PIECEWISE one of 50 (benchmarks/parts-cpu.json). Switch: `PIECEGRAPH_OFF=checks`.
+7.4, 6.1 of a PIECEWISE one of 50 (benchmarks/parts-cpu.json); without a graph 0.15 us for each
+weight, whose forms are all compared. Switch: `PIECEGRAPH_OFF=checks`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from .module_state import ModuleState, held_modules, modules_in
 from .registrations import Registrations, register_again
 from .shared_memory import memory_check, named_weights, own_weights, weights_in_reach
 from .step_reads import ALL_EVERY, StepReads
+from .weight_forms import WeightForms
 
 IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
 EACH_STEP = "all in each step, on the replay backend"
@@ -78,6 +80,7 @@ class ChecksPart(Part):
         """What the code is bound to, by each name: its graphs read these, and not what the model
         holds at a capture."""
         self._memory: dict[ModelCode, CheckStep | None] = {}
+        self._forms: dict[ModelCode, WeightForms] = {}
         self._model: ModelCheck | None = None
         self._state: ModuleState
         self._accepted = set[str]()
@@ -120,6 +123,8 @@ class ChecksPart(Part):
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
             # nothing is emulated where no graph is planned, and a replaced weight is told at once
+            if (forms := self._forms.get(code)) is not None:
+                checks.append(Check("forms of weights", forms.check_step))
             in_turn = not self._asked_for_all and not self._core.steps.dispatcher.plan.entries
             name = "addresses of weights"
             return [*checks, self._addresses(name, self._of_code, IN_TURN, in_turn)]
@@ -165,6 +170,11 @@ class ChecksPart(Part):
         if compiled.traced:
             return StepReads(self._kept)
         return StepReads(self._kept, partial(Exchanged, compiled.model, self._break_access))
+
+    def around_dummy_batch(self) -> None:
+        """Raises ModelChanged before a capture or a warm-up reads a weight of another form."""
+        for forms in self._forms.values():
+            forms.check_step()
 
     @contextmanager
     def around_recording(self, entry: PlanEntry) -> Iterator[None]:
@@ -244,7 +254,7 @@ class ChecksPart(Part):
         self.addresses = Addresses(self.addresses.address)
         self._of_code = self.addresses.snapshot()
         self._code = self._model = None
-        self._memory, self._bound = {}, {}
+        self._memory, self._bound, self._forms = {}, {}, {}
 
     def _addresses(
         self, name: str, places: Snapshot | MetadataAddresses, often: str, in_turn: bool = False
@@ -285,6 +295,10 @@ class ChecksPart(Part):
             relied = compiled.conditions, compiled.model
             everywhere = partial(checked, *relied, everywhere=True)
             self._model = ModelCheck(partial(checked, *relied), self._accepted, everywhere)
+
+        # code that is not traced reads weights in any form
+        traced = [each for each in self._core.steps.codes if each.compiled.weights]
+        self._forms = {each: WeightForms(each.compiled) for each in traced}
 
     def _find_shared(self) -> None:
         codes = self._core.steps.codes

@@ -339,6 +339,76 @@ def test_weights_of_another_form_are_refused(serve):
         served.prepared.refresh()
 
 
+class OfAnEngine(nn.Parameter):
+    """A parameter of another class."""
+
+
+def to_double(weight):
+    weight.data = weight.data.double()
+
+
+def to_strided(weight):
+    weight.data = torch.rand(2 * len(weight))[::2]
+
+
+def to_class(weight):
+    weight.__class__ = OfAnEngine
+
+
+FORMS = [to_double, to_strided, to_class]
+
+
+@pytest.mark.parametrize("how", ["lazy", "idle", "after a release", "without graphs"])
+@pytest.mark.parametrize("change", FORMS)
+def test_no_capture_and_no_step_reads_a_weight_in_another_form(serve, change, how):
+    """Here addresses are compared in turn, as on a device: forms are compared all at once."""
+    served = serve(options=LATE, strategy="lazy" if how == "lazy" else "eager")
+    served.prepared.capture()
+    as_on_a_device(served)
+    if how != "without graphs":
+        served.prepared.release(keep="plan")
+    there, weight = served.captured(), served.model.layers[2].bias
+    kept, kind = weight.data, type(weight)
+    change(weight)
+    for _ in range(2):
+        if how == "idle":
+            with pytest.raises(ModelChanged, match=r"layers\.2\.bias"):
+                served.prepared.capture_idle(1e9)
+        for lengths in [(12,)] if how == "without graphs" else LENGTHS:
+            with pytest.raises(ModelChanged, match=r"layers\.2\.bias"):
+                served.step(*lengths)
+        with pytest.raises(ModelMismatch, match=r"layers\.2\.bias"):
+            served.prepared.refresh()
+    assert served.captured() == there
+    weight.data, weight.__class__ = kept, kind
+    for lengths in LENGTHS:
+        served.step(*lengths)
+    assert served.captured()
+
+
+@pytest.mark.parametrize("change", [to_double, to_strided])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_refresh_that_fails_leaves_no_graph_that_serves(serve, layer, name, change):
+    served = as_on_a_device(captured(serve, options=LATE))
+    change(getattr(served.model.layers[layer], name))
+    with pytest.raises(ModelMismatch, match=rf"layers\.{layer}\.{name}"):
+        served.prepared.refresh()
+    for lengths in LENGTHS:
+        with pytest.raises((MovedTensor, ModelChanged), match=rf"layers\.{layer}\.{name}"):
+            served.step(*lengths)
+
+
+@pytest.mark.parametrize("change", [to_double, to_strided])
+def test_captures_without_a_trace_read_weights_in_any_form(serve, change):
+    served = serve(options=LATE, compile=False)
+    served.prepared.capture()
+    served.prepared.release(keep="plan")
+    change(served.model.layers[2].bias)
+    served.step(1, 1)
+    assert served.captured()
+
+
 def test_weights_loaded_before_the_capture_are_found(serve):
     served = serve()
     replace_weight(served.model)
