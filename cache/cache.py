@@ -62,8 +62,8 @@ class Cache:
     ) -> None:
         """Without `root`, only `shared`; a layer is a directory that was opened before.
 
-        Removes temporary files of dead processes. `off_reason` is the detail of a miss if there are
-        no layers. Raises UntrustedDirectory or CacheNotWritable.
+        Removes temporary files of dead processes. `off_reason` says why there are no layers, or
+        none that can be written. Raises UntrustedDirectory or CacheNotWritable.
         """
         self.private = private_directory(root) if isinstance(root, Path) else root
         self.layers: tuple[CacheLayer, ...] = (
@@ -82,6 +82,13 @@ class Cache:
     def enabled(self) -> bool:
         """False if there are no layers; the compiler's own caches are then off as well."""
         return bool(self.layers)
+
+    @property
+    def keeps_nothing(self) -> str:
+        """Why nothing can be stored; empty where a layer can be written."""
+        if any(layer.writable for layer in self.layers):
+            return ""
+        return self._off_reason or ("all layers are only read" if self.layers else "it is off")
 
     def lookup(
         self,
@@ -210,7 +217,7 @@ class Cache:
         """Store an entry in every writable layer and return it, even if storing failed.
 
         `meta` is plain data; `compile_seconds` in it, if given, is the time that a hit saves.
-        `Entry.unstored` says where it failed.
+        `Entry.unstored` says why a layer, or all, did not store it.
         Raises InvalidName for a bad name, InvalidEntry if meta is not plain data or too large, and
         OSError if a blob given as a path cannot be read.
         """
@@ -232,10 +239,12 @@ class Cache:
     def store(self, entry: Entry) -> tuple[str, ...]:
         """Store an existing entry, such as an imported one, in every writable layer.
 
-        Returns why layers could not store it.
+        Returns why layers could not store it, or why there is none.
         """
         self._written_back.add(entry.digest)
         self._aside -= {ref.sha256 for ref in entry.manifest.blobs.values()}
+        if reason := self.keeps_nothing:
+            return (reason,)
         reasons = [self._store(layer, entry) for layer in self.layers if layer.writable]
         return tuple(filter(None, reasons))
 

@@ -29,7 +29,7 @@ class Entry:
     layer: str
     signature: str | None = None
     unstored: tuple[str, ...] = field(default=(), compare=False)
-    """Of an entry that was published: why layers could not store it."""
+    """Of an entry that was published: why a layer, or all, did not store it."""
 
     @property
     def key(self) -> Key:

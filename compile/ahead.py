@@ -40,9 +40,13 @@ from .plan.split_model import SplitModel, conditions_of, plan_of, split_model
 def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    Also False if the trace must not be cached, or if code is partitioned, which a library cannot
-    be; an event then gives the reason, and the bundle is unchanged.
+    Also False if the trace must not be cached, if code is partitioned, which a library cannot be,
+    and if the bundle cannot be stored. An event then gives the reason, and it is unchanged.
     """
+    if reason := request.cache.keeps_nothing:
+        request.records.failed_writes.append(reason)
+        _emit_failure(request, f"nothing can be stored in the cache: {reason}")
+        return False
     if request.config.partition is Partition.INDUCTOR:
         _record_failure(request, "a library cannot be partitioned at the splitting ops")
         return False
@@ -140,6 +144,10 @@ def _reporting_failures(request: CompileRequest, job: Job) -> Iterator[None]:
 
 def _record_failure(request: CompileRequest, reason: str, **facts: Any) -> None:
     request.records.failed_libraries.append(reason)
+    _emit_failure(request, reason, **facts)
+
+
+def _emit_failure(request: CompileRequest, reason: str, **facts: Any) -> None:
     request.events.emit("compile.library_failed", level=logging.WARNING, **facts, reason=reason)
 
 

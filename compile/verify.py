@@ -60,15 +60,16 @@ def trace_difference(request: CompileRequest, plan: Plan) -> str | None:
 def _difference(request: CompileRequest, traces: Sequence[GuardedTrace], plan: Plan) -> str | None:
     request.checkpoint()
     traced = plan_of(split_model(traces, request.events), [()] * len(traces))
-    now = Plan.model_validate_json(traced.model_dump_json())  # as a bundle has it
-    before, after = _traces(plan), _traces(now)
+    before, after = _traces(plan), _traces(traced)
     if len(before) != len(after):
         return f"it has {len(before)} traces, the model has {len(after)} now"
     return next(filter(None, starmap(_difference_of_traces, zip(before, after, strict=True))), None)
 
 
 def _traces(plan: Plan) -> list[Plan]:
-    """Those of all traces, as they were joined: a plan that was not compiled has no ranges."""
+    """Those of all traces, as they were joined and as a bundle has them: a plan that was not
+    compiled has no ranges."""
+    plan = Plan.model_validate_json(plan.model_dump_json())
     return [each for form in (plan, *plan.forms) for each in (form, *form.others)]
 
 

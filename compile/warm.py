@@ -11,7 +11,15 @@ from ..cache import Cache, Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
-from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle, stored_digests
+from .bundle.bundle import (
+    PLAN,
+    BadBundle,
+    Bundle,
+    find_bundle,
+    plan_digest,
+    read_bundle,
+    stored_digests,
+)
 from .bundle.key_factors import documented
 from .ir.compilation import (
     LIBRARY,
@@ -32,7 +40,7 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model from its bundle, and the plan digest on which ranks with the same key must agree."""
+    """A model that can serve, and the plan digest on which ranks with the same key must agree."""
 
     compiled: CompiledModel
     plan_digest: str
@@ -121,17 +129,23 @@ class NoBundle:
         tried = self.miss.tried
         return not tried or bool(stored_digests(self.request.cache, self.key) - tried)
 
-    def load(self) -> Loaded | BundleMiss:
-        """The bundle of this rank, or why there is still none."""
-        return load_bundle(self._apart(), self.key, self.compiler)
+    def finds(self, compiled: CompiledModel) -> bool:
+        """Whether the next start finds the stored bundle of `compiled`, or that cannot be seen."""
+        request = self.request
+        stored = find_bundle(request.cache, self.key, request.model, request.events, count=False)
+        if isinstance(stored, Entry):
+            return stored.manifest.blobs[PLAN].sha256 == plan_digest(compiled.plan)
+        return stored.reason != "absent"
 
-    def agree(self, local: Loaded | BundleMiss) -> Loaded | BundleMiss:
-        """`local` if all ranks have loaded the same plan, else why not."""
-        return ranks_agree(self._apart(), self.key, local)
+    def agree(self, compiled: CompiledModel | BundleMiss) -> Loaded | BundleMiss:
+        """The model of this rank if all ranks have the same plan, else why not.
 
-    def _apart(self) -> CompileRequest:
-        """The records of the start, which had no bundle, stay as they are."""
-        return replace(self.request, records=CompileRecords())
+        The records of the start, which had no bundle, stay as they are.
+        """
+        apart = replace(self.request, records=CompileRecords())
+        if isinstance(compiled, BundleMiss):
+            return ranks_agree(apart, self.key, compiled)
+        return ranks_agree(apart, self.key, Loaded(compiled, plan_digest(compiled.plan)))
 
 
 def _load(

@@ -41,8 +41,8 @@ def compile_ahead(
     `executor` builds them beside this process, as that of `prepare`.
     It also keeps what padding reaches, for which pieces run. In the main thread no step may run
     meanwhile; in others pieces run only on a CPU, and only if a step cannot see it.
-    If a piece cannot have a library it returns False, emits the reason as an event and leaves the
-    bundle unchanged. Raises what `prepare` raises.
+    If a piece cannot have a library, or the cache cannot store the bundle, it returns False, emits
+    the reason as an event and leaves the bundle unchanged. Raises what `prepare` raises.
     """
     records = Records(events)
     with with_memory(model, device):

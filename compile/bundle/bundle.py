@@ -51,7 +51,8 @@ def store_bundle(
 ) -> str | None:
     """Publish a bundle under its trace key beside others, or record why it cannot be.
 
-    Returns its `Entry.digest`. `compile_seconds` is the time that a start from it saves.
+    Returns its `Entry.digest`, None if it is not stored. `compile_seconds` is the time that a
+    start from it saves.
     """
     obstacles = list(conditions.obstacles)
     if not all(artifacts):
@@ -70,7 +71,8 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = _stored_plan(plan)
-    return request.publish("bundle", key, meta, blobs).digest
+    entry = request.publish("bundle", key, meta, blobs)
+    return None if entry.unstored else entry.digest
 
 
 def find_bundle(
@@ -162,12 +164,17 @@ def _stored_plan(plan: Plan) -> bytes:
     return plan.model_dump_json().encode()
 
 
+def plan_digest(plan: Plan) -> str:
+    """The digest that a plan has in a bundle."""
+    return hashlib.sha256(_stored_plan(plan)).hexdigest()
+
+
 def put_aside(cache: Cache, plan: Plan, model: torch.nn.Module, reason: str) -> bool:
     """Put the bundles of a model with their code out of service; whether there was one.
 
     Those whose conditions do not hold any more are not: no start of such a model takes them.
     """
-    digest = hashlib.sha256(_stored_plan(plan)).hexdigest()
+    digest = plan_digest(plan)
     bundles = [
         each
         for each in cache.stored("bundle")

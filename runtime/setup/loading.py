@@ -27,8 +27,8 @@ def compile_before_weights(
     with with_memory(model, device), gc_paused():
         request = request_of()
         found = find_model(request) if request.config.compile else None
-        if isinstance(found, NoBundle) and not request.cache.enabled:
-            found = BundleMiss("the cache is off")
+        if isinstance(found, NoBundle) and (reason := request.cache.keeps_nothing):
+            found = BundleMiss("nothing can be stored in the cache", reason)
         if isinstance(found, NoBundle):
             compile_missing(found)
         elif isinstance(found, BundleMiss):

@@ -57,9 +57,10 @@ def open_cache(config: Config, events: Events) -> Cache:
     try:
         private = private_directory(root, trust=revoked)
     except CacheNotWritable as error:
-        private, reason = read_only_directory(root, revoked), str(error)
+        private = read_only_directory(root, revoked)
         name = "cache.unusable" if private is None else "cache.read_only"
-        events.emit(name, level=logging.WARNING, reason=reason)
+        events.emit(name, level=logging.WARNING, reason=str(error))
+        reason = f"{root}: {error.facts['reason']}"
     return Cache(private, events, shared=shared, limits=limits, off_reason=reason)
 
 

@@ -5,6 +5,7 @@ import stat
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.errors import InvalidEntry, InvalidName
@@ -85,6 +86,16 @@ def test_disabled_cache_has_the_same_interface(events, key):
     assert not off.enabled
     assert off.path(entry, "kernel.so").read_bytes() == BLOBS["kernel.so"]
     assert off.lookup("artifact", key) == Miss("disabled")
+    assert entry.unstored == ("it is off",)
+
+
+def test_what_no_layer_can_store_is_not_stored(tmp_path, events, key):
+    (tmp_path / "other").mkdir()
+    cache = Cache(None, events, shared=[DirectoryLayer(tmp_path / "other")])
+    assert cache.publish("artifact", key, META, BLOBS).unstored == ("all layers are only read",)
+    written = Cache(tmp_path / "own", events, shared=cache.layers)
+    assert not written.keeps_nothing
+    assert written.publish("artifact", key, META, BLOBS).unstored == ()
 
 
 def test_files_of_an_unstored_entry_are_removed_with_the_cache(events, key):

@@ -19,6 +19,7 @@ from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.cli.cache_commands import cache_app
 from piecegraph.tools.integrations.prometheus import metrics_text
+from tests.unkept import UNKEPT, settings_that_keep_nothing
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 
@@ -360,6 +361,20 @@ def test_why_names_the_option_that_differs_and_warm_stores_it(tmp_path, capsys, 
     assert main(["cache", "why", *there, "--max-num-tokens", "64"]) == 1
     assert "max_num_tokens: 128 -> 64" in capsys.readouterr().out
     assert main(["cache", "why", *there, "--capture-sizes", "1,2"]) == 0
+
+
+@pytest.mark.compile
+def test_warm_says_that_a_directory_is_only_read(tmp_path, capsys, monkeypatch, text_compiler):
+    there = [*SMALL, "--cache-dir", str(tmp_path)]
+    with monkeypatch.context() as patched:
+        settings_that_keep_nothing("only read", tmp_path, patched)
+        assert main(["cache", "warm", *there]) == 2
+    assert UNKEPT["only read"] in capsys.readouterr().err
+    assert main(["cache", "warm", *there]) == 0
+    settings_that_keep_nothing("only read", tmp_path / "only read", monkeypatch)
+    assert main(["cache", "warm", *there]) == 0
+    assert "was there" in capsys.readouterr().out
+    assert main(["cache", "warm", *there, "--ahead"]) == 2
 
 
 @pytest.mark.compile

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ....compile.ir.compilation import BundleMiss, CompileRecords, CompileRequest
+from ....compile.bundle.bundle import broken_condition
+from ....compile.ir.compilation import BundleMiss, CompileRequest
 from ....compile.pipeline import compile_missing, without_bundle
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.warm import Loaded, NoBundle
@@ -40,13 +41,13 @@ class Background:
         self._records = records
         self._look = look
         self._began = time.perf_counter()
-        self._loaded: Loaded | BundleMiss = BundleMiss("a process that was forked has no threads")
+        forked = BundleMiss("a process that was forked has no threads")
+        self._compiled: CompiledModel | BundleMiss = forked
         self._phase = ""
-        self._compile_records = CompileRecords()
         self.thread = TracingThread(
             "piecegraph-background",
             self._compile,
-            self._failed,
+            reason_of,
             exchange,
             0.0,
             missing.request.state,
@@ -63,52 +64,48 @@ class Background:
 
         With several ranks all must make the same call.
         """
-        failure, compiled = self.thread.failure, None
+        failure = self.thread.failure
         if not failure:
-            local = self._loaded
-            if isinstance(local, Loaded):
+            local = self._compiled
+            if isinstance(local, CompiledModel):
                 try:
-                    compiled = local.compiled.rebound()  # weights may have been replaced since
+                    local = local.rebound()  # weights may have been replaced since
                 except ModelMismatch as error:
                     local = BundleMiss(str(error))
-            if isinstance(agreed := self._missing.agree(local), BundleMiss):
-                failure = str(agreed)
-        if failure:
-            self._records.add(BackgroundFailure(failure))
-            return None
-        return compiled
+            if isinstance(agreed := self._missing.agree(local), Loaded):
+                return agreed.compiled
+            failure = str(agreed)
+        self._records.add(BackgroundFailure(failure))
+        return None
 
     def _compile(self) -> str:
-        """In the thread. Its records are apart: those of the start stay as they are."""
+        """In the thread: what is compiled serves, whether or not the cache could keep it.
+
+        Its records are apart: those of the start stay as they are.
+        """
+        from ....compile.verify import trace_difference
+
         apart = Records(self._records.events.parent)
         apart.events.phase_listeners.append(self._note)
         request = beside_steps(self._missing.request, apart, self.thread)
         request = replace(request, progress=self._note)
-        self._compile_records = apart.compile
         # of the state of `prepare`, and of the model as it is now
         self._missing = replace(self._missing, key=without_bundle(request).key)
         try:
             compiled = compile_missing(replace(self._missing, request=request))
-            outcome = self._missing.load()
+            changed: str | None = broken_condition(compiled.conditions, request.model)
+            if not changed and apart.compile.not_cacheable:
+                changed = trace_difference(request, compiled.plan)  # what has no condition, too
         finally:
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
-        if isinstance(outcome, Loaded):
-            if outcome.compiled.plan.model_dump_json() != compiled.plan.model_dump_json():
-                raise NotKnown("its bundle was stored under the key of another state")
-            self._look(outcome.compiled)
-            self._loaded = outcome
-            return ""
-        if outcome.reason == "absent" and not self._compile_records.not_stored():
-            raise NotKnown(f"one of its keys was made under another state: {outcome}")
-        return self._failure(str(outcome))
-
-    def _failed(self, error: Exception) -> str:
-        return self._failure(reason_of(error))
-
-    def _failure(self, failure: str) -> str:
-        not_stored = self._compile_records.not_stored()
-        return f"its code cannot be stored: {not_stored}" if not_stored else failure
+        if changed:
+            return f"the model was changed meanwhile: {changed}"
+        if compiled.bundle and not self._missing.finds(compiled):
+            raise NotKnown("its bundle was stored under the key of another state")
+        self._look(compiled)
+        self._compiled = compiled
+        return ""
 
     def _note(self, phase: str) -> None:
         """Record a phase once, though waiting for another process repeats it."""

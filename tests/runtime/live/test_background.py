@@ -4,6 +4,7 @@ Results are compared bit for bit before, at and after the switch, on a strict ba
 """
 
 import json
+import os
 import random
 import sys
 import threading
@@ -28,6 +29,7 @@ from piecegraph.runtime.capture.graph_set import GraphSet
 from piecegraph.runtime.core.records import BackgroundFailure, Switched
 from piecegraph.runtime.parts.starts import part as starts
 from tests.processes import two_ranks
+from tests.unkept import UNKEPT, settings_that_keep_nothing
 
 from .conftest import HIDDEN, LENGTHS, Model, Texts
 
@@ -202,7 +204,7 @@ def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(serv
     empty = served.prepared(torch.empty(0, HIDDEN), batch=Batch(0, 0))
     assert empty.shape == (0, HIDDEN)
     assert served.prepared.parts.starts.wait_until_compiled()
-    assert served.prepared.compiled.from_bundle
+    assert served.prepared.compiled.bundle is not None
     served.step(3, 1)
 
 
@@ -334,6 +336,39 @@ def test_what_cannot_be_stored_is_compiled_at_once(serve_cold, caplog):
     served = serve_cold(compiler="eager")
     assert served.prepared.compiled.traced
     assert "compiler 'eager' keeps no artifacts" in caplog.text
+    served.step(3, 1)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", UNKEPT)
+def test_what_no_cache_keeps_serves_from_the_thread(
+    serve_cold, tmp_path, monkeypatch, kind, hostile_engine
+):
+    served = serve_cold(**settings_that_keep_nothing(kind, tmp_path, monkeypatch))
+    served.prepared.capture()
+    assert not served.prepared.compiled.traced
+    assert served.prepared.parts.starts.wait_until_compiled(300), facts(served)
+    assert len(served.prepared.recordings()) == 3
+    assert served.step(8) == "PIECEWISE 8"
+    assert facts(served)["failures"] == []
+    traces = served.prepared.report()["counters"]["dynamo_traces"]
+    assert traces == 1 or hostile_engine is not None
+    assert served.prepared.compiled.bundle is None
+
+
+class ReadsTheEnvironment(Model):
+    def forward(self, x):
+        return super().forward(x) * len(os.environ)
+
+
+@pytest.mark.compile
+def test_what_has_no_condition_is_traced_again_before_it_serves(serve_cold, monkeypatch):
+    def change():
+        monkeypatch.setenv("PG_READ_BY_A_FORWARD", "1")
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
+    served = serve_cold(ReadsTheEnvironment())
+    assert served.prepared.parts.starts.wait_until_compiled(300), facts(served)
     served.step(3, 1)
 
 

@@ -12,6 +12,7 @@ from piecegraph import Batch, Config, prepare
 from piecegraph.cache.inspection import manifests
 from piecegraph.errors import InvalidSetting, PrepareFailed
 from tests.text_compiler import use_text_compiler
+from tests.unkept import UNKEPT, settings_that_keep_nothing
 
 INPUTS = {"x": "float32[num_tokens, 4]"}
 
@@ -128,17 +129,19 @@ def test_weights_on_the_meta_device_are_refused_by_name(arguments, words, loaded
         prepare(without_weights(), config(tmp_path), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"cache": False}, "the cache is off"), ({"compiler": "eager"}, "keeps no artifacts")],
-)
-def test_what_no_cache_keeps_is_compiled_once_after_the_weights(settings, reason, loaded, tmp_path):
-    model = without_weights()
+@pytest.mark.parametrize("kind", ["off", "unusable", "only read", "of no artifacts"])
+def test_what_no_cache_keeps_is_compiled_once_after_the_weights(
+    kind, loaded, tmp_path, monkeypatch
+):
+    model, reason = without_weights(), UNKEPT.get(kind, "keeps no artifacts")
+    settings = {"compiler": "eager"}
+    if kind in UNKEPT:
+        settings = settings_that_keep_nothing(kind, tmp_path, monkeypatch)
 
     def weights():
         model.load_state_dict(loaded.state_dict(), assign=True)
 
-    served = prepare(model, config(tmp_path, **settings), weights=weights, device="cpu")
+    served = prepare(model, config(tmp_path).changed(**settings), weights=weights, device="cpu")
     assert served.report()["counters"]["dynamo_traces"] == 1
     (told,) = served.events.named("weights.first")
     assert reason in told.facts["reason"]

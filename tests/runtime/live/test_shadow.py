@@ -234,7 +234,7 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, 
     served = serve_cold(shadow=EACH)
     served.prepared.capture()
     served.prepared.parts.starts.wait_until_compiled()
-    assert served.prepared.compiled.from_bundle
+    assert served.prepared.compiled.bundle is not None
     assert run(served, 3)
     assert the_wrong_step(served.prepared).out_of_service == Cause.BUNDLE
     assert not serve_cold().prepared.compiled.traced

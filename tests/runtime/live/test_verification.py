@@ -121,7 +121,7 @@ def test_a_stale_bundle_serves_until_the_trace_has_found_it(stale_start, prepare
 
 
 def test_a_stale_bundle_is_not_loaded_again_where_the_new_one_has_another_key(
-    stale_start, monkeypatch
+    stale_start, prepare_live, monkeypatch
 ):
     """An engine changes the state of the process for the moment in which the key is made."""
     served, moments = stale_start(), [{"state": "another"}]
@@ -136,7 +136,8 @@ def test_a_stale_bundle_is_not_loaded_again_where_the_new_one_has_another_key(
     assert served.prepared.parts.starts.wait_until_compiled(300)
     assert not moments
     served.step(3, 1)
-    assert served.prepared.compiled.traced
+    following = prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle="background"))
+    assert following.prepared.parts.starts.wait_until_verified(300) is True
 
 
 def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start):
