@@ -1,6 +1,7 @@
 """Many starts on one cache: replicas, ranks, required bundles, caches that fail."""
 
 import errno
+import inspect
 import multiprocessing
 import shutil
 
@@ -108,6 +109,21 @@ def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path):
         start(Tiny(), tmp_path / "empty", bundle="force")
     with pytest.raises(BundleMissing, match="keeps no artifacts"):
         start(Tiny(), tmp_path, bundle="force", compiler="eager")
+
+
+SIGNATURE = inspect.signature(lambda a: None)
+
+
+class ReadsASignature(torch.nn.Module):
+    def forward(self, x):
+        return x * len(SIGNATURE.parameters)
+
+
+def test_a_signature_that_the_program_holds_is_a_condition(tmp_path, monkeypatch):
+    start(ReadsASignature(), tmp_path)
+    assert start(ReadsASignature(), tmp_path).hit
+    monkeypatch.setitem(globals(), "SIGNATURE", inspect.signature(lambda a, b: None))
+    assert "SIGNATURE keys" in start(ReadsASignature(), tmp_path).reason
 
 
 def test_what_compiled_before_in_the_process_refuses_no_bundle(tmp_path, monkeypatch):

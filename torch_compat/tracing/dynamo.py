@@ -149,6 +149,7 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
         stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
         from torch._dynamo.utils import get_metrics_context
+        from torch._dynamo.variables import builder
         from torch.fx.experimental import symbolic_shapes
 
         stack.enter_context(dynamo_lock())
@@ -159,7 +160,11 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
             "skip_guards_on_constant_func_defaults": False,  # True in torch 2.11
         }
         stack.enter_context(dynamo_config.patch(settings))
-        stack.enter_context(replaced(symbolic_shapes, "format_frame", _full_frame))
+        for replacement in (
+            (builder, "SkipGuardSource", lambda source: source),  # of a signature that is held
+            (symbolic_shapes, "format_frame", _full_frame),
+        ):
+            stack.enter_context(replaced(*replacement))
         stack.enter_context(get_metrics_context())
         yield
 

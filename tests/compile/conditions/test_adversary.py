@@ -21,7 +21,12 @@ SAMPLE = (
     *("arguments_of_the_program", "cache_of_autocast", "class_item_that_reads_the_class"),
     *(
         pytest.param(name, marks=pytest.mark.heavy)
-        for name in ("order_of_bases", "printing_of_torch", "registered_with_a_subclass")
+        for name in (
+            "order_of_bases",
+            "printing_of_torch",
+            "registered_with_a_subclass",
+            "signature_that_is_held",
+        )
     ),
 )
 NOT_OF_A_THREAD = {"default_of_autocast", "thread_local"}
