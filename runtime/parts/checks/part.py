@@ -51,6 +51,7 @@ from .weight_forms import WeightForms
 
 IN_TURN = f"all at first and after a change, then {CHECKED_PER_STEP} in turn"
 EACH_STEP = "all in each step, on the replay backend"
+FORMS_SELDOM = f"all at first and in one step of {ALL_EVERY}"
 METADATA_IN_TURN = f"all at first and in one step of {ALL_EVERY}, else {METADATA_PER_STEP} in turn"
 MODEL_IN_TURN = f"a part in turn, at most {MOST_S * 1e6:.0f} us a step"
 
@@ -123,9 +124,9 @@ class ChecksPart(Part):
             checks.append(Check("the model", self._model.check_step, MODEL_IN_TURN))
         if graph is None:
             # nothing is emulated where no graph is planned, and a replaced weight is told at once
-            if (forms := self._forms.get(code)) is not None:
-                checks.append(Check("forms of weights", forms.check_step))
             in_turn = not self._asked_for_all and not self._core.steps.dispatcher.plan.entries
+            if (forms := self._forms.get(code)) is not None:
+                checks.append(self._addresses("forms of weights", forms, FORMS_SELDOM, in_turn))
             name = "addresses of weights"
             return [*checks, self._addresses(name, self._of_code, IN_TURN, in_turn)]
         relied = self._graphs[graph.index]
@@ -174,7 +175,7 @@ class ChecksPart(Part):
     def around_dummy_batch(self) -> None:
         """Raises ModelChanged before a capture or a warm-up reads a weight of another form."""
         for forms in self._forms.values():
-            forms.check_step()
+            forms.check_all()
 
     @contextmanager
     def around_recording(self, entry: PlanEntry) -> Iterator[None]:
@@ -257,7 +258,11 @@ class ChecksPart(Part):
         self._memory, self._bound, self._forms = {}, {}, {}
 
     def _addresses(
-        self, name: str, places: Snapshot | MetadataAddresses, often: str, in_turn: bool = False
+        self,
+        name: str,
+        places: Snapshot | MetadataAddresses | WeightForms,
+        often: str,
+        in_turn: bool = False,
     ) -> Check:
         if self._in_turn or in_turn:
             return Check(name, places.check_step, often)

@@ -386,6 +386,20 @@ def test_no_capture_and_no_step_reads_a_weight_in_another_form(serve, change, ho
     assert served.captured()
 
 
+def test_another_form_is_noticed_within_steps_of_code_and_then_in_each(serve):
+    served = as_on_a_device(captured(serve, options=LATE))
+    (forms,) = served.prepared.parts.checks._forms.values()
+    for _ in range(ALL_EVERY):
+        forms.check_step()
+    to_class(served.model.layers[2].bias)
+    with pytest.raises(ModelChanged, match=r"layers\.2\.bias"):
+        for _ in range(ALL_EVERY):
+            forms.check_step()
+    for _ in range(2):
+        with pytest.raises(ModelChanged, match=r"layers\.2\.bias"):
+            forms.check_step()
+
+
 @pytest.mark.parametrize("change", [to_double, to_strided])
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("layer", [0, 1, 2])
