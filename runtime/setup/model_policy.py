@@ -95,6 +95,7 @@ class ModelPolicy:
                     trace, self.device, size=size,
                     captured={entry.descriptor.num_tokens for entry in plan.entries},
                     sentinels={n: each.value for n, each in padding.items() if each.is_sentinel},
+                    max_num_reqs=self.config.max_num_reqs,
                     forward=None if split else recordable(compiled, ops),
                 )
             ]  # fmt: skip

@@ -1,12 +1,17 @@
 """What each operator of a run does: the first one whose real rows depend on padding is where rows
-mix. Compiled code is not seen op by op, the source of its piece is."""
+mix. Compiled code is not seen op by op, the source of its piece is.
+
+Inputs may not lead to the data for which padding reaches a real row, as a ranking that is full, or
+an expert that has no room. Such a run has other values in the padding of what operators compute.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +20,16 @@ from ....compile.guards.tolerance import differences, precision
 from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
+from ...backends.ownership import ALLOCATIONS
 
 _SOURCE = "<source of a piece>"
+
+
+class _Op(NamedTuple):
+    func: Any
+    where: str | None
+    """The user's line."""
+    results: list[Tensor]
 
 
 class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,7 +38,7 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, source: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[tuple[str | None, list[Tensor]]] = []
+        self.ops: list[_Op] = []
         self.written_at: str | None = None
         """The line of the first op that writes to an argument of the piece."""
         self._source = source
@@ -34,12 +47,18 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ALLOCATIONS:
+            for tensor in tensors_in(result):
+                tensor.zero_()
         where = self._place() if self._source else user_line()
         written = written_by(func, args, kwargs or {})
         if self.written_at is None and not self._given.isdisjoint(map(storage_id, written)):
             self.written_at = where
-        self.ops.append((where, [tensor.clone() for tensor in tensors_in(result)]))
+        self.ops.append(_Op(func, where, self._kept(func, (args, kwargs), tensors_in(result))))
         return result
+
+    def _kept(self, func: Any, given: Any, results: list[Tensor]) -> list[Tensor]:
+        return [tensor.clone() for tensor in results]
 
     def interpreted(self, args: list[Any]) -> Any:
         """Run the source of the piece."""
@@ -49,13 +68,18 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def first_other_row(self, padded: OpRows, limit: Callable[[float], float]) -> str | None:
         """The line of the first op of which a row is another one in the padded run."""
-        for (where, alone), (_, rows) in zip(self.ops, padded.ops, strict=False):
-            for one, other in zip(alone, rows, strict=False):
+        return next(self._other_rows(padded, limit), None)
+
+    def has_other_row(self, padded: OpRows, limit: Callable[[float], float]) -> bool:
+        return any(True for _ in self._other_rows(padded, limit))
+
+    def _other_rows(self, padded: OpRows, limit: Callable[[float], float]) -> Iterator[str | None]:
+        for op, other_op in zip(self.ops, padded.ops, strict=False):
+            for one, other in zip(op.results, other_op.results, strict=False):
                 if one.dim() == other.dim():
-                    real = other[tuple(slice(size) for size in one.shape)]
+                    real = other[box(one.shape)]
                     if one.shape != real.shape or beyond(one, real, limit).any():
-                        return where
-        return None
+                        yield op.where
 
     def _place(self) -> str | None:
         frame = sys._getframe()
@@ -64,6 +88,100 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return None
             frame = frame.f_back
         return self._places[frame.f_lineno - 1]
+
+
+class _Rows(NamedTuple):
+    """Of a result with one dimension of rows: its real rows, a number of each row, and how many of
+    them a row of padding has."""
+
+    dim: int
+    real: Tensor
+    numbers: Tensor
+    each: int
+
+
+class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
+    """A run of the operators of `alone` with so many rows of `padding`, of which it keeps the real
+    rows.
+
+    With `others`, the rows of padding that these have there are real rows times `factor`, and real
+    rows that only round otherwise are those of `others`: no close decision falls another way.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        alone: OpRows,
+        padding: int,
+        others: Mapping[tuple[int, int], _Rows] | None = None,
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__(source)
+        self._alone, self._padding = alone.ops, padding
+        self._others, self._factor = others, factor
+        self._rows: dict[tuple[int, int], _Rows] = {}
+
+    def computed_by_row(self, other: PaddedOps) -> dict[tuple[int, int], _Rows]:
+        """The results whose rows differ in `other` if their inputs do: not the real rows, and not
+        the last row of padding, whose inputs are the same. By operator and result."""
+        found = {}
+        for place, (dim, real, numbers, each) in self._rows.items():
+            if place in other._rows and numbers.shape == other._rows[place].numbers.shape:
+                apart = ~torch.isclose(numbers, other._rows[place].numbers, 1e-2, 0.0, True)
+                if apart.any() and not (apart[: real.shape[dim]].any() or apart[-each:].any()):
+                    found[place] = _Rows(dim, real, apart, each)
+        return found
+
+    def _kept(self, func: Any, given: Any, results: list[Tensor]) -> list[Tensor]:
+        at = len(self.ops)
+        if at == len(self._alone) or self._alone[at].func is not func:
+            self._alone = self._alone[:at]  # these runs go on apart
+            return []
+        memory, kept = set(map(storage_id, tensors_in(given))), list[Tensor]()
+        for number, (one, tensor) in enumerate(zip(self._alone[at].results, results, strict=False)):
+            real = tensor[box(one.shape)] if one.dim() == tensor.dim() else tensor
+            dims = [d for d, n in enumerate(tensor.shape) if real.shape[d] != n]
+            is_made = storage_id(tensor) not in memory
+            if len(dims) == 1 and is_made and _is_replaced(func, tensor, given):
+                if self._others is None:
+                    each = (tensor.shape[dims[0]] - one.shape[dims[0]]) // self._padding
+                    rows = _Rows(dims[0], real.clone(), _numbers(tensor, dims[0]), max(1, each))
+                    self._rows[at, number] = rows
+                elif (at, number) in self._others:
+                    self._replace(tensor, real, self._others[at, number])
+            kept.append(real.clone())
+        return kept
+
+    def _replace(self, tensor: Tensor, real: Tensor, others: _Rows) -> None:
+        is_other_size = len(others.numbers) != tensor.shape[others.dim]
+        if is_other_size or beyond(others.real, real, same_size).any():
+            return
+        real.copy_(others.real)
+        floats = tensor.is_floating_point()
+        if floats and bool((real == real.trunc()).all()):
+            return  # counts and places, which another row must not have
+        rows = tensor.movedim(others.dim, 0)
+        at = others.numbers.nonzero().flatten()
+        values = real.movedim(others.dim, 0)
+        rows[at] = values[at % len(values)] * (self._factor if floats else 1)
+
+
+def _is_replaced(func: Any, tensor: Tensor, given: Any) -> bool:
+    """Floats, and integers made of them: these may point to rows of a table."""
+    if tensor.is_floating_point():
+        return tensor.itemsize > 1
+    cast = func is torch.ops.aten._to_copy.default and tensor.dtype != torch.bool
+    return cast and tensors_in(given)[0].is_floating_point()
+
+
+def _numbers(tensor: Tensor, dim: int) -> Tensor:
+    """A number of each row."""
+    rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).float()
+    return rows @ torch.arange(rows.shape[1], dtype=torch.float32, device=rows.device).add(1).sin()
+
+
+def box(shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)
 
 
 class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,11 +201,22 @@ class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@lru_cache(maxsize=1)
+def _code(source: str) -> Any:
+    return compile(source, _SOURCE, "exec")
+
+
 def run_source(source: str, args: list[Any]) -> Any:
     """Run the source of a piece."""
     names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    exec(compile(source, _SOURCE, "exec"), names)
+    exec(_code(source), names)
     return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
+
+
+def same_size(eps: float) -> float:
+    """The largest difference relative to the largest element of a row, by the dtype's precision.
+    Rows that are grouped by expert are multiplied in groups whose sizes depend on other rows."""
+    return 64 * eps
 
 
 _SUBTRACTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,6 +8,8 @@ inputs, padded and at the real size, and its results and what it wrote are compa
 
 - at one pair of sizes, padded with random rows, with rows that are a maximum, a minimum or zero,
   and with rows all above or all below the real ones;
+- at the largest captured size with other values in the padding of what operators compute, as inputs
+  may not lead to a rank that padding takes, or to an expert that has no room;
 - for each captured size at the smallest batch that it serves, and at the largest one for which a
   number that the model makes of its number of tokens is another.
 
@@ -45,13 +47,16 @@ from ....compile.plan.compiled_model import CompiledModel
 from ....errors import OtherRowsWritten, ResultNotAsTraced
 from ...core.preserved import WHOLE
 from ...core.records import RowsMixed
-from .row_trials import Sizes, Trials, any_sizes
+from .row_trials import Sizes, Trials
 from .varied_weights import any_values
 from .without_breaks import WithoutBreaks
 
 _PADDING = 3
 
 _SAMPLED, _STEPS = 64, (7919, 104729, 1299709)
+
+_METHOD = 2
+"""Raised where one that was used before finds less."""
 
 KNOWN = "padding"
 """Kind of the cache entries with what was found."""
@@ -86,9 +91,9 @@ def keep_beside_steps(
     """
     if device.type != "cpu" or asked["forward"] is not None or _key(compiled, **asked) is None:
         return ()
-    sizes = any_sizes(compiled.plan)
+    sizes = _other_sizes(compiled.plan, {}, 1)
     steps = _by_piece(compiled.plan).values()
-    if not all(Trials(compiled, s, None, device, sizes, {}).only_computes for s in steps):
+    if not all(Trials(compiled, s, None, device, sizes, {}, sizes).only_computes for s in steps):
         return ()
     return known_mixed_rows(cache, compiled, device, **asked)
 
@@ -100,6 +105,7 @@ def find_mixed_rows(
     captured: Collection[int],
     size: str = TOKENS,
     sentinels: Mapping[str, float] = {},
+    max_num_reqs: int = 3,
     forward: Callable[..., Any] | None = None,
 ) -> Iterator[RowsMixed | str]:
     """Where padding of `size` reaches real rows or state in one trace of a model.
@@ -114,7 +120,8 @@ def find_mixed_rows(
     untraced = WithoutBreaks(compiled, forward, device) if forward is not None else None
     low, high = _limits(plan)
     served = [n for n in sorted(captured) if low <= n <= high]
-    sized = _sizes(plan, size)
+    others = _other_sizes(plan, sentinels, max_num_reqs)
+    sized = _sizes(plan, size, others)
     most = {size: sized[1][size]} if sized else {}
     if served and size == TOKENS:
         most = {size: max([*served, *most.values()])}
@@ -122,8 +129,9 @@ def find_mixed_rows(
     if untraced is not None:
         args, outs = ([each.name for each in values] for values in (plan.inputs, plan.results))
         steps = {0: PieceStep(piece=0, args=tuple(args), outs=tuple(outs))}
-    largest = any_sizes(plan) | {TOKENS: max(low, 2)} | most
-    trials = [Trials(compiled, s, untraced, device, largest, sentinels) for s in steps.values()]
+    largest = {**others, TOKENS: max(low, 2)} | most
+    given = (untraced, device, largest, sentinels, others)
+    trials = [Trials(compiled, step, *given) for step in steps.values()]
     failed = dict[int, str]()
 
     def tried(trial: Trials, test: Callable[..., Any], *args: Any) -> Any:
@@ -193,10 +201,19 @@ def _limits(plan: Plan) -> tuple[int, int]:
     return max(lows), min(highs)
 
 
-def _sizes(plan: Plan, padded: str) -> tuple[Sizes, Sizes] | None:
+def _other_sizes(plan: Plan, sentinels: Mapping[str, float], max_num_reqs: int) -> dict[str, int]:
+    """By label. A value that the user states for padding may point to a row of another size, of
+    which there are as many as it takes for that, if so many are served."""
+    least = max([3.0, *(value + 1 for value in sentinels.values())])
+    most = {"num_reqs": max(3, max_num_reqs)}
+    highs = {s: min(s.high, most.get(s.label, s.high)) for s in plan.symbols}
+    return {s.label: int(max(s.low, min(high, least))) for s, high in highs.items()}
+
+
+def _sizes(plan: Plan, padded: str, others: Sizes) -> tuple[Sizes, Sizes] | None:
     """Real and padded sizes of the first pair; None if no size allows padding."""
     low, high = _limits(plan)
-    real = any_sizes(plan) | {TOKENS: max(low, 2)}
+    real = {**others, TOKENS: max(low, 2)}
     most = high if padded == TOKENS else max(s.high for s in plan.symbols if s.label == padded)
     if real[TOKENS] > high or real[padded] + _PADDING > most:
         return None
@@ -221,6 +238,8 @@ def _key(compiled: CompiledModel, **asked: Any) -> Key | None:
             "weights": weights,
             "captured": sorted(asked["captured"]),
             "size": asked["size"],
+            "max_num_reqs": asked.get("max_num_reqs", 3),
+            "method": _METHOD,
             "sentinels": {name: str(value) for name, value in asked["sentinels"].items()},
             "threads": torch.get_num_threads(),
         },

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from ....compile.plan.result_forms import CheckedOps
 from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
-from .op_rows import OnlyComputes, OpRows, beyond, run_source
+from .op_rows import OnlyComputes, OpRows, PaddedOps, beyond, box, run_source, same_size
 from .varied_weights import in_place_of, varied
-from .without_breaks import Shape, WithoutBreaks, WrittenMemory, box, extreme_rows
+from .without_breaks import Shape, WithoutBreaks, WrittenMemory, extreme_rows
 
 Sizes = Mapping[str, int]
 """By label."""
@@ -33,12 +33,6 @@ _SEEDS, _ALIKE = (0, 1, 2), (3, 4, 5)
 """Of random rows, and of rows that are all alike: these make the same choice, so that one that has
 room for some of them shows, and none of their numbers is that of padding."""
 _NO_ROWS = torch.empty(0, device="cpu")
-
-
-def same_size(eps: float) -> float:
-    """The largest difference relative to the largest element of a row, by the dtype's precision.
-    Rows that are grouped by expert are multiplied in groups whose sizes depend on other rows."""
-    return 64 * eps
 
 
 def other_size(eps: float) -> float:
@@ -60,9 +54,17 @@ class Padding(Enum):
     HIGH = auto()
     """All are above the real rows: a middle of all rows is another one."""
     LOW = auto()
+    OTHER = auto()
+    """Rows of other inputs, but for the last one."""
 
 
-_FACTORS = {Padding.HIGH: 16.0, Padding.LOW: -16.0}
+_FACTORS = {Padding.HIGH: 16.0, Padding.LOW: -16.0, Padding.OTHER: -1.0}
+
+_OTHER = 6
+"""Added to a seed: of other rows."""
+
+_SCALES = (16.0, 1 / 16, -16.0)
+"""Of real rows in the padding of what operators compute: above or below them, alike or opposite."""
 
 
 @dataclass
@@ -86,6 +88,8 @@ class Trials:
     device: torch.device
     largest: Sizes
     sentinels: Mapping[str, float]
+    others: Sizes
+    """The sizes of all dimensions that are not padded."""
     varies: bool = True
     """Whether runs have other values of weights where theirs may hide something."""
     _made: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
@@ -108,7 +112,7 @@ class Trials:
         if self.untraced is not None:
             return False
         plan = self.compiled.plan
-        sizes = self._at(min(self.largest[TOKENS], any_sizes(plan)[TOKENS]))
+        sizes = self._at(min(self.largest[TOKENS], self.others[TOKENS]))
         args, _ = self._arguments(_SEEDS[0], sizes, sizes, Padding.RANDOM, moved=False)
         try:
             with OnlyComputes(args):
@@ -153,42 +157,91 @@ class Trials:
 
         def test(seed: int) -> dict[str, Tensor]:
             alone, first = self._run(seed, real, real), self._run(seed, real, padded)
-            moved = self._moved(seed, real, padded)
-            found = _differing(alone, alone, first, other_size, moved)
-            for padding in (Padding.EXTREME, Padding.HIGH, Padding.LOW):
-                other = self._run(seed, real, padded, padding)
-                depends = _differing(alone, first, other, same_size, moved)
-                # of one size: which row it is depends on the inputs, as by a median of all rows
-                found |= {name: rows.any().view(1) for name, rows in depends.items()}
-            return found
+            found = _differing(alone, alone, first, other_size, self._moved(seed, real, padded))
+            return found | self._by_padding(seed, alone, real, padded)
 
         with self._own_values():
             found = self._confirmed(test, real, padded)
-        return found or (self._confirmed(test, real, padded) if self._varied else None)
+        found = found or (self._confirmed(test, real, padded) if self._varied else None)
+        return found or self._by_operator(real, self.largest)
 
-    def borders(self, first: int, size: int, joined: bool) -> list[tuple[int, Found]]:
+    def _by_padding(
+        self, seed: int, alone: _Outcome, real: Sizes, padded: Sizes
+    ) -> dict[str, Tensor]:
+        """What differs between runs of one size. Which row it is depends on the inputs, as by a
+        median of all rows."""
+        first = self._run(seed, real, padded)
+        moved, found = self._moved(seed, real, padded), dict[str, Tensor]()
+        for padding in (Padding.EXTREME, Padding.HIGH, Padding.LOW):
+            other = self._run(seed, real, padded, padding)
+            depends = _differing(alone, first, other, same_size, moved)
+            found |= {name: rows.any().view(1) for name, rows in depends.items()}
+        return found
+
+    def _by_operator(self, real: Sizes, padded: Sizes) -> Found | None:
+        """What differs between runs of one size with other values in the padding of all that
+        operators compute of each row alone. More inputs are tried if it reaches real rows of an
+        operator, as where rows are grouped."""
+        source = self.compiled.plan.pieces[self.piece].text if self.untraced is None else ""
+        padding = max(padded[size] - real[size] for size in real)
+        by_row: set[tuple[int, int]] | None = None
+        with suppress(Exception):  # the source of a piece may not run as it is
+            for seed in (_SEEDS[0], *_ALIKE, *_SEEDS[1:]):
+                ops = OpRows(source)
+                alone = self._run(seed, real, real, ops=ops)
+                plain = [PaddedOps(source, ops, padding) for _ in range(2)]
+                for each, rows in zip(plain, (Padding.RANDOM, Padding.OTHER), strict=True):
+                    self._run(seed, real, padded, rows, ops=each)
+                others = plain[1].computed_by_row(plain[0])
+                by_row = set(others) if by_row is None else by_row & others.keys()
+                others = {place: others[place] for place in by_row}  # rows alike hide their places
+                scaled = [PaddedOps(source, ops, padding, others, scale) for scale in _SCALES]
+                first, *more = (
+                    self._run(seed, real, padded, Padding.OTHER, ops=each) for each in scaled
+                )
+                moved = self._moved(seed, real, padded)
+                for each, other in zip(scaled[1:], more, strict=True):
+                    if depends := _differing(alone, first, other, same_size, moved):
+                        where = partial(scaled[0].first_other_row, each, same_size)
+                        return self._named(next(iter(depends)), where)
+                pairs = ((plain[0], plain[1]), *((scaled[0], each) for each in scaled[1:]))
+                if not any(one.has_other_row(each, same_size) for one, each in pairs):
+                    return None
+        return None
+
+    def borders(self, first: int, size: int, joined: bool) -> list[tuple[int | None, Found]]:
         """Sizes beyond which batches must not be padded: below `size`, for a batch of `first`
-        tokens; and, if they are `joined`, between the size before and `first`.
+        tokens; and, if they are `joined`, between the size before and `first`. None: all sizes, as
+        what padding holds reaches a row.
 
         Two runs, as the sizes ascend; whatever differs is tried again with other inputs.
         """
         real, padded = self._at(first), self._at(size)
-        alone, ends = self._run(_SEEDS[0], real, real), list[tuple[int, Found]]()
+        alone, ends = self._run(_SEEDS[0], real, real), list[tuple[int | None, Found]]()
         if self._last is not None and joined:
             end, fewer, more = self._last
             fewer, more, these = (_Outcome(each.rows, {}) for each in (fewer, more, alone))
             apart = _differing(fewer, more, these, other_size, None)
             if apart and (found := self.differs(end, first)):
-                ends.append((end, found))
+                ends.append((self._end(end, first, end), found))
         whole = alone
         if first < size:
             whole = self._run(_SEEDS[0], real, padded, Padding.EXTREME)
             moved = self._moved(_SEEDS[0], real, padded)
             apart = _differing(alone, alone, whole, other_size, moved)
             if apart and (found := self.differs(first, size)):
-                ends.append((size - 1, found))
+                ends.append((self._end(first, size, size - 1), found))
         self._last = size, alone, whole
         return ends
+
+    def _end(self, num_tokens: int, padded: int, end: int) -> int | None:
+        """`end`, unless padding of other values changes real rows there, too."""
+        real, size = self._at(num_tokens), self._at(padded)
+
+        def test(seed: int) -> dict[str, Tensor]:
+            return self._by_padding(seed, self._run(seed, real, real), real, size)
+
+        return None if self._confirmed(test, real, size) else end
 
     def reaches(self, num_tokens: int, padded: int) -> bool:
         """Whether a number that is another one at these sizes reaches a real row, or state."""
@@ -208,7 +261,7 @@ class Trials:
         return self._confirmed(test, real, size)
 
     def _at(self, num_tokens: int) -> Sizes:
-        return {**any_sizes(self.compiled.plan), TOKENS: num_tokens}
+        return {**self.others, TOKENS: num_tokens}
 
     def _confirmed(
         self, test: Callable[[int], dict[str, Tensor]], real: Sizes, padded: Sizes
@@ -216,7 +269,8 @@ class Trials:
         """The first name for which a row differs whatever the inputs are."""
         for seeds in (_SEEDS, _ALIKE):
             if common := self._common(test, seeds):
-                return self._named(common, seeds[0], real, padded)
+                name, seed = next(iter(common)), seeds[0]
+                return self._named(name, partial(self._mixed_at, seed, real, padded))
         return None
 
     def _common(
@@ -234,11 +288,9 @@ class Trials:
             common = rows
         return common
 
-    def _named(self, common: Mapping[str, Tensor], seed: int, real: Sizes, padded: Sizes) -> Found:
-        name = next(iter(common))
-        if self.untraced is not None and name in self.untraced.named:
-            return self.untraced.named[name]
-        return name, self._mixed_at(seed, real, padded)
+    def _named(self, name: str, where: Callable[[], str | None]) -> Found:
+        written = self.untraced.named.get(name) if self.untraced is not None else None
+        return written or (name, where())
 
     def _mixed_at(self, seed: int, real: Sizes, padded: Sizes) -> str | None:
         """The user's line of the first op whose rows depend on padding; None if none is found."""
@@ -306,9 +358,11 @@ class Trials:
         """The arguments of a run, and those that it has to itself by name."""
         plan, weights = self.compiled.plan, self.compiled.weights
         others = self._varied if self.varies and self.untraced is None else {}
+        count = max(padded[size] - real[size] for size in real)
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
-        for name, (rows, extreme) in zip(self.step.args, self._inputs(seed), strict=True):
+        rows_of = zip(self._inputs(seed), self._inputs(seed + _OTHER), strict=True)
+        for name, ((rows, extreme), (other, _)) in zip(self.step.args, rows_of, strict=True):
             if name in self._targets:
                 target = self._targets[name]
                 args.append(others[target] if target in others else weights[target])
@@ -318,10 +372,14 @@ class Trials:
                 _, dims = form_of(plan, name)
                 window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
                 if padding in _FACTORS and rows.is_floating_point():
-                    value = (rows[window] * _FACTORS[padding]).contiguous()
+                    source = other if padding is Padding.OTHER else rows
+                    value = (source[window] * _FACTORS[padding]).contiguous()
                 else:
                     source = rows if padding is Padding.RANDOM or real == padded else extreme
                     value = source[window].clone(memory_format=torch.contiguous_format)
+                if padding is Padding.OTHER:
+                    last = _last(window, inside, count)
+                    value[last] = rows[last]
                 if (sentinel := self._sentinel(name)) is not None:
                     value.fill_(float(sentinel == 0) if moved else sentinel)
                 value[inside] = rows[inside]
@@ -347,7 +405,8 @@ class Trials:
             with CheckedOps() if real == padded else nullcontext():  # type: ignore[no-untyped-call]
                 names, results, state = self._of_piece(args, pointers, padded, ops)
         else:
-            forms = self._forms.get(real[TOKENS]) if padding is not Padding.RANDOM else None
+            is_other = padding not in (Padding.RANDOM, Padding.OTHER)
+            forms = self._forms.get(real[TOKENS]) if is_other else None
             self.untraced.alike = seed in _ALIKE
             others = self._varied if self.varies else {}
             with ops or nullcontext(), in_place_of(self._weights, others):
@@ -448,12 +507,14 @@ def _shape(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -
     return tuple(evaluated(dim, values) for dim in shape)
 
 
+def _last(padded: tuple[slice, ...], real: tuple[slice, ...], padding: int) -> tuple[slice, ...]:
+    """Where the last of so many rows of `padding` is."""
+    sizes = [(whole.stop, part.stop) for whole, part in zip(padded, real, strict=True)]
+    return tuple(slice(n - (n - m) // padding if n > m else 0, n) for n, m in sizes)
+
+
 def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point or kind.is_complex:
         return (torch.rand(shape, generator=generator, device="cpu") + 0.5).to(kind)
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(kind)
-
-
-def any_sizes(plan: Plan) -> dict[str, int]:
-    return {s.label: max(s.low, min(s.high, 3)) for s in plan.symbols}

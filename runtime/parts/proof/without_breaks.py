@@ -26,6 +26,7 @@ from ....torch_compat.basics.tensors import (
 from ...backends.ownership import ALLOCATIONS, Ownership, TensorTracker
 from ...capture.breaks import WITHOUT_BREAKS
 from ...core.preserved import WHOLE, SavedMemory
+from .op_rows import box
 
 Shape = tuple[int, ...]
 
@@ -142,7 +143,7 @@ class WithoutBreaks:
         self.forms.append(tuple(like.shape))
         real = self._real[at] if self._real is not None and at < len(self._real) else like.shape
         padded = extreme_rows(values, range(values.dim()))
-        padded[box(tuple(real))] = values[box(tuple(real))]
+        padded[box(real)] = values[box(real)]
         return padded.to(like.device)
 
 
@@ -192,10 +193,6 @@ class _Made(TensorTracker):
                     kept.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
             saved = SavedMemory([kept], self._pointers, check=True)
             self.written[key] = tensor, saved, user_line()
-
-
-def box(shape: Shape) -> tuple[slice, ...]:
-    return tuple(slice(size) for size in shape)
 
 
 def extreme_rows(values: Tensor, dims: Iterable[int]) -> Tensor:

@@ -18,12 +18,14 @@ OPS = torch.library.Library("padding_forms", "FRAGMENT")
 OPS.define("attend(Tensor x) -> Tensor")
 OPS.define("wrong_at_8(Tensor x) -> Tensor")
 OPS.define("other_from_12(Tensor x) -> Tensor")
+OPS.define("sum_at_8(Tensor x) -> Tensor")
 OPS.impl("attend", lambda x: x * 2, "CompositeExplicitAutograd")
 OPS.impl(
     "wrong_at_8", lambda x: x.roll(1, -1) if len(x) == 8 else x + 0, "CompositeExplicitAutograd"
 )
 OPS.impl("other_from_12", lambda x: x * (2 if len(x) >= 12 else 1), "CompositeExplicitAutograd")
-for name in ("attend", "wrong_at_8", "other_from_12"):
+OPS.impl("sum_at_8", lambda x: x - x.sum(0) * (len(x) == 8), "CompositeExplicitAutograd")
+for name in ("attend", "wrong_at_8", "other_from_12", "sum_at_8"):
     torch.library.register_fake(f"padding_forms::{name}", lambda x: torch.empty_like(x), lib=OPS)
 
 DUMP = 31
@@ -214,6 +216,13 @@ def test_no_form_is_silently_wrong(case, compiles):
         assert all(each["where"] and ".py:" in each["where"] for each in mixed)
     if case in KEPT:
         assert {each["result"] for each in mixed} & {"load", "cell", "total"} or "loose" in case
+
+
+def test_rows_that_one_size_mixes_are_no_number_of_tokens():
+    """No batch is padded; a batch of 8 rows is not like one of 9 either."""
+    last = lambda y, m, s: torch.ops.padding_forms.sum_at_8(y)  # noqa: E731
+    prepared = prepared_for(Form(last, None), True)
+    assert {each["end"] for each in prepared.report()["rows_mixed"]} == {None, 8}
 
 
 def test_a_kernel_of_an_uncaptured_size_serves_no_smaller_batch():

@@ -108,6 +108,79 @@ def test_generated_code_is_checked_too(case):
     modes_of_right_steps(prepared, model)
 
 
+def in_order_of_gates(gate, expert):
+    """The six rows of each expert with the largest gates, as V-MoE keeps them."""
+    order = gate.argsort(descending=True, stable=True)
+    chosen = (expert[order][:, None] == torch.arange(4)).long()
+    place = (chosen.cumsum(0) * chosen).sum(-1)
+    return torch.zeros_like(place).scatter(0, order, (place <= 6).long())
+
+
+def among_four_largest(gate, expert):
+    ahead = (gate[None] > gate[:, None]) & (expert[None] == expert[:, None])
+    return ahead.sum(-1) < 4
+
+
+def in_order_of_rows(gate, expert):
+    chosen = nn.functional.one_hot(expert, 4).float()
+    return ((chosen.cumsum(0) * chosen).sum(-1).long() <= 6).long()
+
+
+def by_expert(gate, expert):
+    order = expert.argsort(stable=True)
+    return torch.zeros_like(gate).index_add(0, order, gate[order] * (1 + expert[order]))
+
+
+class Routed(nn.Module):
+    def __init__(self, weigh):
+        super().__init__()
+        self.weigh, self.tokens = weigh, nn.Embedding(32, 16)
+        self.norm, self.router = nn.RMSNorm(16), nn.Linear(16, 4, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x, ids):
+        rows = self.norm(self.tokens(ids))
+        gate, expert = self.router(rows).softmax(-1).max(-1)
+        return rows * (gate * self.weigh(gate, expert))[:, None] + x.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("weigh", "mixes"),
+    [
+        (in_order_of_gates, True),
+        (among_four_largest, True),
+        (in_order_of_rows, False),
+        (by_expert, False),
+    ],
+)
+def test_rows_that_only_a_full_expert_or_rank_mixes_are_found(weigh, mixes, seed, compile):
+    torch.manual_seed(seed)
+    config = {"max_num_tokens": 16, "capture_sizes": (8, 16), "compile": compile}
+    found = find_mixed_rows_of(Routed(weigh), **config)
+    assert [each["end"] for each in found] == [None] * mixes
+    assert all("test_row_mixing.py:" in each["where"] for each in found)
+
+
+def test_padding_that_points_to_a_request_of_a_full_batch_is_found():
+    class Added(nn.Module):
+        def forward(self, x, request, bias):
+            return torch.zeros(bias.shape[0], 4).index_add(0, request, x + 1) + bias
+
+    inputs = {"x": "float32[num_tokens, 4]", "request": "int64[num_tokens]"}
+    for max_num_reqs in (5, 6):
+        config = small_config(
+            inputs=inputs | {"bias": "float32[num_reqs, 4]"},
+            steps={"padding": {"request": 5}},
+            compile=False,
+            capture_sizes=(8,),
+        )
+        config = config.changed(max_num_reqs=max_num_reqs)
+        found = prepare(Added(), config, backend=strict_backend()).report()["rows_mixed"]
+        assert [each["end"] for each in found] == [None] * (max_num_reqs == 6)
+
+
 class Counting(nn.Module):
     """Reads a buffer, then writes it: its results depend on how often it ran, on no other row."""
 
