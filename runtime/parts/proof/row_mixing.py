@@ -112,7 +112,7 @@ def find_mixed_rows(
 
     `captured` are the sizes in tokens that batches are padded to, `sentinels` values of padding by
     input. `forward` is run, as one piece, if the model is not split into pieces. At the end, why
-    pieces could not be run alone: an op in them may need a step.
+    pieces could not be run alone: an op in them may need a step, or their source another name.
     """
     plan = compiled.plan
     if plan.form_is_unknown():
@@ -150,6 +150,11 @@ def find_mixed_rows(
             yield RowsMixed(trial.piece, name, where, size)
     if size == TOKENS and not mixed:
         yield from _borders(plan, trials, served, tried)
+    if sized and not mixed:
+        for trial in trials:
+            if found := tried(trial, trial.mixes_in_operators, sized[0]):
+                name, where = found
+                yield RowsMixed(trial.piece, name, where, size)
     yield from (f"piece {piece} cannot be run alone: {why}" for piece, why in failed.items())
 
 

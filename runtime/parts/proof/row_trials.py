@@ -162,8 +162,7 @@ class Trials:
 
         with self._own_values():
             found = self._confirmed(test, real, padded)
-        found = found or (self._confirmed(test, real, padded) if self._varied else None)
-        return found or self._by_operator(real, self.largest)
+        return found or (self._confirmed(test, real, padded) if self._varied else None)
 
     def _by_padding(
         self, seed: int, alone: _Outcome, real: Sizes, padded: Sizes
@@ -178,35 +177,34 @@ class Trials:
             found |= {name: rows.any().view(1) for name, rows in depends.items()}
         return found
 
-    def _by_operator(self, real: Sizes, padded: Sizes) -> Found | None:
-        """What differs between runs of one size with other values in the padding of all that
-        operators compute of each row alone. More inputs are tried if it reaches real rows of an
-        operator, as where rows are grouped."""
+    def mixes_in_operators(self, real: Sizes) -> Found | None:
+        """As `mixes`, at the largest size, with other values in the padding of all that operators
+        compute of each row alone. More inputs are tried if it reaches real rows of an operator, as
+        where rows are grouped."""
         source = self.compiled.plan.pieces[self.piece].text if self.untraced is None else ""
+        padded, by_row = self.largest, set[tuple[int, int]]()
         padding = max(padded[size] - real[size] for size in real)
-        by_row: set[tuple[int, int]] | None = None
-        with suppress(Exception):  # the source of a piece may not run as it is
-            for seed in (_SEEDS[0], *_ALIKE, *_SEEDS[1:]):
-                ops = OpRows(source)
-                alone = self._run(seed, real, real, ops=ops)
-                plain = [PaddedOps(source, ops, padding) for _ in range(2)]
-                for each, rows in zip(plain, (Padding.RANDOM, Padding.OTHER), strict=True):
-                    self._run(seed, real, padded, rows, ops=each)
-                others = plain[1].computed_by_row(plain[0])
-                by_row = set(others) if by_row is None else by_row & others.keys()
-                others = {place: others[place] for place in by_row}  # rows alike hide their places
-                scaled = [PaddedOps(source, ops, padding, others, scale) for scale in _SCALES]
-                first, *more = (
-                    self._run(seed, real, padded, Padding.OTHER, ops=each) for each in scaled
-                )
-                moved = self._moved(seed, real, padded)
-                for each, other in zip(scaled[1:], more, strict=True):
-                    if depends := _differing(alone, first, other, same_size, moved):
-                        where = partial(scaled[0].first_other_row, each, same_size)
-                        return self._named(next(iter(depends)), where)
-                pairs = ((plain[0], plain[1]), *((scaled[0], each) for each in scaled[1:]))
-                if not any(one.has_other_row(each, same_size) for one, each in pairs):
-                    return None
+        for seed in (_SEEDS[0], *_ALIKE, *_SEEDS[1:]):
+            ops = OpRows(source)
+            alone = self._run(seed, real, real, ops=ops)
+            plain = [PaddedOps(source, ops, padding) for _ in range(2)]
+            for each, rows in zip(plain, (Padding.RANDOM, Padding.OTHER), strict=True):
+                self._run(seed, real, padded, rows, ops=each)
+            others = plain[1].computed_by_row(plain[0])
+            by_row = {*others} if seed == _SEEDS[0] else by_row & others.keys()
+            others = {place: others[place] for place in by_row}  # rows alike hide their places
+            scaled = [PaddedOps(source, ops, padding, others, scale) for scale in _SCALES]
+            first, *more = (
+                self._run(seed, real, padded, Padding.OTHER, ops=each) for each in scaled
+            )
+            moved = self._moved(seed, real, padded)
+            for each, other in zip(scaled[1:], more, strict=True):
+                if depends := _differing(alone, first, other, same_size, moved):
+                    where = partial(scaled[0].first_other_row, each, same_size)
+                    return self._named(next(iter(depends)), where)
+            pairs = ((plain[0], plain[1]), *((scaled[0], each) for each in scaled[1:]))
+            if not any(one.has_other_row(each, same_size) for one, each in pairs):
+                break
         return None
 
     def borders(self, first: int, size: int, joined: bool) -> list[tuple[int | None, Found]]:

@@ -6,8 +6,8 @@ from torch import nn
 
 from piecegraph import Batch, prepare
 from piecegraph.errors import NotPortable, ResultFormUnknown, ReturnsShape
-from tests.compile import ops  # noqa: F401
 
+from ...compile import ops  # noqa: F401
 from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile

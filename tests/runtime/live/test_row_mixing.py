@@ -312,6 +312,15 @@ def test_without_memory_for_other_weights_those_of_the_model_are_run(monkeypatch
     assert [*find_mixed_rows(prepared.compiled, torch.device("cpu"), captured=(4, 8))] == []
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_operators_that_cannot_be_run_alone_are_said(monkeypatch, mixes):
+    monkeypatch.setattr(row_trials, "PaddedOps", mock.Mock(side_effect=RuntimeError("none")))
+    prepared, _ = prepared_for(MIXING["pooled"] if mixes else ROW_WISE["elementwise"])
+    found = [*find_mixed_rows(prepared.compiled, torch.device("cpu"), captured=(4, 8))]
+    assert [isinstance(each, str) for each in found] == [not mixes]
+    assert mixes or "cannot be run alone: RuntimeError: none" in found[0]
+
+
 def find_mixed_rows_of(model, **settings):
     config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
     config = config.changed(
