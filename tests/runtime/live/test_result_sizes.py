@@ -7,7 +7,6 @@ from torch import nn
 from piecegraph import Batch, prepare
 from piecegraph.errors import NotPortable, ResultFormUnknown, ReturnsShape
 
-from ...compile import ops  # noqa: F401
 from ..conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
@@ -115,15 +114,18 @@ def test_numbers_computed_from_sizes_are_those_of_the_step(numbers):
         assert (result, repr(result)) == (expected, repr(expected))
 
 
-def test_a_number_that_is_returned_and_read_after_a_splitting_op():
+def test_a_number_that_is_returned_and_read_after_a_splitting_op(temporary_op):
     """No piece passes it on: each computes it from the sizes."""
+    twice = temporary_op(
+        "result_sizes::twice", "(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like
+    )
 
     def form(x):
         share = x.shape[0] / 3
-        y = torch.ops.piecegraph_test.fresh(x * share, "a")
+        y = torch.ops.result_sizes.twice(x * share)
         return y * share + int(share), share, torch.scalar_tensor(share, dtype=torch.float64)
 
-    config = small_config(16, graph_mode="NONE", splitting_ops=("piecegraph_test::fresh",))
+    config = small_config(16, graph_mode="NONE", splitting_ops=(twice,))
     prepared = prepare(Formed(form), config, backend=strict_backend())
     assert [step.args for step in prepared.compiled.plan.steps if step.kind == "piece"] == [
         ("i0", "s0"),
