@@ -52,6 +52,14 @@ def test_expression_follows_equalities_and_the_first_symbol_does_not():
     }
 
 
+def test_numbers_that_are_computed_from_integers_alone():
+    _, (size, _) = sizes()
+    assert symbolic.is_of_integers(size * 2 // 3)
+    assert not symbolic.is_of_integers(size / 2)
+    assert not symbolic.is_of_integers(torch.sym_int(size * 0.5))
+    assert not symbolic.is_of_integers(size > 3)
+
+
 def test_sizes_that_are_stated_equal_become_one_symbol():
     env, (one, other) = sizes()
     other = env.create_symintnode(symbolic.original_symbol(other), hint=5)

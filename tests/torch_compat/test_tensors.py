@@ -211,6 +211,14 @@ def test_values_of_opaque_types_are_known(monkeypatch):
     assert tensors.opaque_value(torch.ones(1)) is None
 
 
+def test_modes_of_the_form_test():
+    assert tensors.inference_and_grad() == (False, True)
+    with torch.inference_mode():
+        assert tensors.inference_and_grad() == (True, False)
+    with torch.no_grad():
+        assert tensors.inference_and_grad() == (False, False)
+
+
 def test_forms_of_several_tensors_are_tested_at_once():
     test = tensors.form_test([torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)])
     assert test(torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64))

@@ -81,7 +81,8 @@ class Background:
     def _compile(self) -> str:
         """In the thread: what is compiled serves, whether or not the cache could keep it.
 
-        Its records are apart: those of the start stay as they are.
+        Its records are apart: those of the start stay as they are, but for why the next start does
+        not find the code.
         """
         from ....compile.verify import trace_difference
 
@@ -99,6 +100,9 @@ class Background:
         finally:
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
+            start = self._records.compile
+            start.failed_writes += apart.compile.failed_writes
+            start.not_cacheable += apart.compile.not_cacheable
         if changed:
             return f"the model was changed meanwhile: {changed}"
         if compiled.bundle and not self._missing.finds(compiled):
