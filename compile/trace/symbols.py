@@ -73,7 +73,7 @@ def is_number(node: Node) -> bool:
 
 def follows_calls(node: Node, sizes: Collection[Node]) -> bool:
     """Whether a number of `sizes` is computed by the calls of the model, not from its expression:
-    sympy orders numbers with floats anew, which rounds otherwise."""
+    sympy reorders the terms of an expression with floats, which changes the rounding."""
     value, inputs = node.meta["example_value"], node.all_input_nodes
     is_computed = bool(inputs) and all(used in sizes for used in inputs)
     return is_computed and isinstance(value, Symbolic) and not is_of_integers(value)

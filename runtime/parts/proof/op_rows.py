@@ -91,8 +91,8 @@ class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Rows(NamedTuple):
-    """Of a result with one dimension of rows: its real rows, a number of each row, and how many of
-    them a row of padding has."""
+    """Of a result with one dimension of rows: its real rows, a number for each row by which two
+    runs are compared, and how many of its rows one row of padding has."""
 
     dim: int
     real: Tensor
@@ -100,12 +100,20 @@ class _Rows(NamedTuple):
     each: int
 
 
-class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
-    """A run of the operators of `alone` with so many rows of `padding`, of which it keeps the real
-    rows.
+class _Replaced(NamedTuple):
+    """Of a result that is computed by row: its real rows, and which of all rows are replaced."""
 
-    With `others`, the rows of padding that these have there are real rows times `factor`, and real
-    rows that only round otherwise are those of `others`: no close decision falls another way.
+    dim: int
+    real: Tensor
+    rows: Tensor
+
+
+class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
+    """A run of the operators of `alone` on inputs with `padding` rows behind the real ones. It
+    keeps the real rows of each result.
+
+    With `others` it replaces their rows by real rows times `factor`. Real rows that differ from
+    those of `others` by rounding alone are set to them, so that no close decision changes.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
         source: str,
         alone: OpRows,
         padding: int,
-        others: Mapping[tuple[int, int], _Rows] | None = None,
+        others: Mapping[tuple[int, int], _Replaced] | None = None,
         factor: float = 1.0,
     ) -> None:
         super().__init__(source)
@@ -121,7 +129,7 @@ class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
         self._others, self._factor = others, factor
         self._rows: dict[tuple[int, int], _Rows] = {}
 
-    def computed_by_row(self, other: PaddedOps) -> dict[tuple[int, int], _Rows]:
+    def computed_by_row(self, other: PaddedOps) -> dict[tuple[int, int], _Replaced]:
         """The results whose rows differ in `other` if their inputs do: not the real rows, and not
         the last row of padding, whose inputs are the same. By operator and result."""
         found = {}
@@ -129,7 +137,7 @@ class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
             if place in other._rows and numbers.shape == other._rows[place].numbers.shape:
                 apart = ~torch.isclose(numbers, other._rows[place].numbers, 1e-2, 0.0, True)
                 if apart.any() and not (apart[: real.shape[dim]].any() or apart[-each:].any()):
-                    found[place] = _Rows(dim, real, apart, each)
+                    found[place] = _Replaced(dim, real, apart)
         return found
 
     def _kept(self, func: Any, given: Any, results: list[Tensor]) -> list[Tensor]:
@@ -152,8 +160,8 @@ class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
             kept.append(real.clone())
         return kept
 
-    def _replace(self, tensor: Tensor, real: Tensor, others: _Rows) -> None:
-        is_other_size = len(others.numbers) != tensor.shape[others.dim]
+    def _replace(self, tensor: Tensor, real: Tensor, others: _Replaced) -> None:
+        is_other_size = len(others.rows) != tensor.shape[others.dim]
         if is_other_size or beyond(others.real, real, same_size).any():
             return
         real.copy_(others.real)
@@ -161,7 +169,7 @@ class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
         if floats and bool((real == real.trunc()).all()):
             return  # counts and places, which another row must not have
         rows = tensor.movedim(others.dim, 0)
-        at = others.numbers.nonzero().flatten()
+        at = others.rows.nonzero().flatten()
         values = real.movedim(others.dim, 0)
         rows[at] = values[at % len(values)] * (self._factor if floats else 1)
 
@@ -170,12 +178,12 @@ def _is_replaced(func: Any, tensor: Tensor, given: Any) -> bool:
     """Floats, and integers made of them: these may point to rows of a table."""
     if tensor.is_floating_point():
         return tensor.itemsize > 1
-    cast = func is torch.ops.aten._to_copy.default and tensor.dtype != torch.bool
+    cast = func.overloadpacket.__name__ == "_to_copy" and tensor.dtype != torch.bool
     return cast and tensors_in(given)[0].is_floating_point()
 
 
 def _numbers(tensor: Tensor, dim: int) -> Tensor:
-    """A number of each row."""
+    """A number for each row, which another row hardly has."""
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).float()
     return rows @ torch.arange(rows.shape[1], dtype=torch.float32, device=rows.device).add(1).sin()
 

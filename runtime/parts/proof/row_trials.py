@@ -158,18 +158,17 @@ class Trials:
         def test(seed: int) -> dict[str, Tensor]:
             alone, first = self._run(seed, real, real), self._run(seed, real, padded)
             found = _differing(alone, alone, first, other_size, self._moved(seed, real, padded))
-            return found | self._by_padding(seed, alone, real, padded)
+            return found | self._by_padding(seed, real, padded, alone, first)
 
         with self._own_values():
             found = self._confirmed(test, real, padded)
         return found or (self._confirmed(test, real, padded) if self._varied else None)
 
     def _by_padding(
-        self, seed: int, alone: _Outcome, real: Sizes, padded: Sizes
+        self, seed: int, real: Sizes, padded: Sizes, alone: _Outcome, first: _Outcome
     ) -> dict[str, Tensor]:
-        """What differs between runs of one size. Which row it is depends on the inputs, as by a
-        median of all rows."""
-        first = self._run(seed, real, padded)
+        """What differs between the `first` padded run and others of its size. Which row it is
+        depends on the inputs, as by a median of all rows."""
         moved, found = self._moved(seed, real, padded), dict[str, Tensor]()
         for padding in (Padding.EXTREME, Padding.HIGH, Padding.LOW):
             other = self._run(seed, real, padded, padding)
@@ -237,7 +236,8 @@ class Trials:
         real, size = self._at(num_tokens), self._at(padded)
 
         def test(seed: int) -> dict[str, Tensor]:
-            return self._by_padding(seed, self._run(seed, real, real), real, size)
+            alone, first = self._run(seed, real, real), self._run(seed, real, size)
+            return self._by_padding(seed, real, size, alone, first)
 
         return None if self._confirmed(test, real, size) else end
 
@@ -359,7 +359,8 @@ class Trials:
         count = max(padded[size] - real[size] for size in real)
         sizes = {symbol.name: padded[symbol.label] for symbol in plan.symbols}
         args, tensors = list[Any](), dict[str, Tensor]()
-        rows_of = zip(self._inputs(seed), self._inputs(seed + _OTHER), strict=True)
+        other_seed = seed + _OTHER if padding is Padding.OTHER else seed
+        rows_of = zip(self._inputs(seed), self._inputs(other_seed), strict=True)
         for name, ((rows, extreme), (other, _)) in zip(self.step.args, rows_of, strict=True):
             if name in self._targets:
                 target = self._targets[name]
@@ -370,8 +371,7 @@ class Trials:
                 _, dims = form_of(plan, name)
                 window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
                 if padding in _FACTORS and rows.is_floating_point():
-                    source = other if padding is Padding.OTHER else rows
-                    value = (source[window] * _FACTORS[padding]).contiguous()
+                    value = (other[window] * _FACTORS[padding]).contiguous()
                 else:
                     source = rows if padding is Padding.RANDOM or real == padded else extreme
                     value = source[window].clone(memory_format=torch.contiguous_format)
