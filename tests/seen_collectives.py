@@ -1,7 +1,8 @@
 """Sees which collectives reach torch, where none must. Nothing is registered here."""
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from piecegraph.torch_compat.basics.ops import is_collective
-from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 
 
 class Collectives(TorchDispatchMode):

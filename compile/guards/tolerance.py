@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_compat.basics.tensors import TorchDispatchMode, is_fake, storage_id, tree_leaves
+from ...torch_compat.basics.tensors import LightDispatchMode, is_fake, storage_id, tree_leaves
 from ..ir.ops import tensors_in, written_by
 
 FLOOR = 8.0
@@ -93,8 +93,10 @@ def _row_differences(want: Any, have: Any) -> Tensor:
     return (apart / size.clamp(min=smallest) / precision(want.dtype)).cpu()
 
 
-class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Rounded(LightDispatchMode):
     """Changes what operators called inside compute as another rounding would, by `seed`."""
+
+    sees_inside = True
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

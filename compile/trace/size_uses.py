@@ -32,7 +32,7 @@ from ...torch_compat.basics.symbolic import (
     python_text,
     symbolic_inputs,
 )
-from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.tensors import LightDispatchMode, tree_leaves
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..ir.config import TOKENS, DynamicShapes
 from ..ir.locations import node_location, short_location, user_line
@@ -56,7 +56,7 @@ _FORMED = re.compile(r"aten::((ones|zeros|full|empty)_like|new_\w+)\.\w+")
 """Those that read of a tensor its form alone."""
 
 
-class NumberUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NumberUses(LightDispatchMode):
     """Notes sizes that operators called inside are given as numbers, each with the user's line.
 
     By the schema of an operator a shape is a SymInt, and a number a Scalar or a Tensor. A Scalar

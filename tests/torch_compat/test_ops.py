@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import cProfile
 import functools
 import gc
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.torch_compat.basics import ops
 from piecegraph.torch_compat.basics.ops import (
@@ -19,7 +21,6 @@ from piecegraph.torch_compat.basics.ops import (
     ops_through,
     run_higher_order,
 )
-from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -193,7 +194,19 @@ def test_the_function_that_an_op_calls_is_found_and_does_not_run(library):
     assert function.__code__ is Scaled.scale.__code__
     assert bound == {"self": scaled}
     assert scaled.calls == 0
-    assert sys.getprofile() is None
+
+
+def test_a_profiler_sees_no_end_of_itself(library):
+    """cProfile's cannot be set again from Python: each call after that would raise."""
+    library.define("profiled(Tensor x) -> Tensor")
+    library.impl("profiled", doubled, "CompositeImplicitAutograd")
+    with cProfile.Profile() as profile:
+        op = torch.ops.piecegraph_ops.profiled.default
+        function, _ = ops.registered_function(op, "CompositeImplicitAutograd")
+        copy.copy(function)
+    assert function.__code__ is doubled.__code__
+    profile.create_stats()
+    assert any(name == "copy" for _, _, name in profile.stats)
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.torch_compat.basics import tensors
 from piecegraph.torch_compat.basics.tensors import (
@@ -22,7 +23,7 @@ from piecegraph.torch_compat.basics.tensors import (
 def test_without_modes_hides_calls_from_a_mode():
     seen = []
 
-    class Spy(tensors.TorchDispatchMode):
+    class Spy(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args, kwargs):
             seen.append(func)
             return func(*args, **kwargs)
@@ -273,7 +274,36 @@ def test_memory_is_used_while_a_tensor_is_on_it():
     assert not tensors.is_used(weak)
 
 
-class Dispatch(tensors.TorchDispatchMode):
+class Seen(tensors.LightDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class SeenInside(Seen):
+    sees_inside = True
+
+
+def test_modes_run_operators_of_higher_order_and_see_them_or_what_they_call():
+    def add(carry, row):
+        return carry + row, carry * row
+
+    x = torch.randn(3, 4)
+    for kind, expected in (
+        (Seen, {"scan"}),
+        (SeenInside, {"aten::add.Tensor", "aten::mul.Tensor"}),
+    ):
+        with kind() as mode:
+            total, _ = torch.ops.higher_order.scan(add, [x[0]], [x[1:]], ())
+        assert {*mode.names} & {"scan", "aten::add.Tensor", "aten::mul.Tensor"} == expected
+        assert torch.equal(total, x[0] + x[1] + x[2])
+
+
+class Dispatch(TorchDispatchMode):
     pass
 
 

@@ -15,7 +15,7 @@ from ... import BatchDescriptor, RuntimeMode
 from ...errors import PiecegraphError, StaleContext
 from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.ops import overload_name
-from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.tensors import LightDispatchMode, tree_leaves
 from ..steps import replay_step
 from .case import BisectCase, first_wrong
 from .observe import copies
@@ -135,9 +135,11 @@ def _captured(
     return graphs
 
 
-class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watching(LightDispatchMode):
     """Notes each operation with its host arguments and the shapes of its tensors, but not those of
     splitting ops that run between graphs."""
+
+    sees_inside = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
 from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
-from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.tensors import LightDispatchMode, tree_leaves
 from ..steps import Step
 from .case import BisectCase
 from .state import ModelState, Moment
@@ -74,8 +74,10 @@ def splitting_ops(plan: Plan) -> set[str]:
     return {step.op for step in plan.steps if step.kind == "call"}
 
 
-class OpCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpCalls(LightDispatchMode):
     """Copies the tensors of custom ops, from any caller."""
+
+    sees_inside = True
 
     def __init__(self, state: ModelState) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from ...runtime.capture.breaks import recordable
 from ...runtime.capture.recorder import ACTIVE
 from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.ops import OpOverload, overload_name
-from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
+from ...torch_compat.basics.tensors import LightDispatchMode, storage_id, tree_leaves
 from .case import BisectCase, first_wrong
 from .culprit import Cause, context_of, inputs_of
 from .observe import copies, run_eagerly, run_prepared
@@ -136,8 +136,10 @@ def _of_tape(operation: Operation, line: str = "", module: str = "") -> RanOp:
     return RanOp(op, numbers, copies(tensors), line, module)
 
 
-class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpTrace(LightDispatchMode):
     """The operations of one run of a model. A custom op is one."""
+
+    sees_inside = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

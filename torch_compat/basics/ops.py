@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from threading import Thread
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -333,15 +334,25 @@ def registered_function(op: OpOverload, key: str) -> tuple[FunctionType, dict[st
     kwargs = {
         a.name: v for v, a in zip(arguments, op._schema.arguments, strict=True) if a.kwarg_only
     }
-    kernel, before, collects = op._op_dk, sys.getprofile(), gc.isenabled()
+
+    def call() -> None:
+        sys.setprofile(stop)
+        try:
+            op._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+        except Exception:  # _Found, or the error of a kernel that is no Python function
+            pass
+        finally:
+            sys.setprofile(None)
+
+    # In a thread of its own, whose profiler it is: that of the caller may be a C function, as
+    # cProfile's, which cannot be set again.
+    collects = gc.isenabled()
     gc.disable()  # a collection calls functions of its own, which would be taken for the kernel
-    sys.setprofile(stop)
     try:
-        kernel(getattr(torch._C.DispatchKey, key), *args, **kwargs)
-    except Exception:  # _Found, or the error of a kernel that is no Python function
-        pass
+        thread = Thread(target=call)
+        thread.start()
+        thread.join()
     finally:
-        sys.setprofile(before)
         if collects:
             gc.enable()
     if not frames:

@@ -46,13 +46,13 @@ from torch.utils._pytree import tree_map_only as map_any_tree
 from torch.utils.dlpack import from_dlpack
 
 from .devices import autocast_devices
+from .ops import is_higher_order, run_higher_order
 from .patch import own_export_modes
 
 __all__ = [
     "DynamicOutputShapeException",
     "FakeTensorMode",
     "StorageWeakRef",
-    "TorchDispatchMode",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -417,12 +417,14 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose handler does not import Dynamo when it is first called.
 
     Torch wraps the handlers of modes in `torch._disable_dynamo`, which imports it. This mark of the
-    handler's code does the same: neither the handler nor what it calls is traced. An operator of
-    higher order is given to the handler, too. What a collective calls in a thread of its own, to
-    which torch hands the modes of the caller, is a part of the collective and not given to it.
+    handler's code does the same: neither the handler nor what it calls is traced. What a collective
+    calls in a thread of its own, to which torch hands the modes of the caller, is a part of the
+    collective and not given to the handler.
     """
 
     supports_higher_order_operators = True
+    sees_inside = False
+    """Whether the handler is given what an operator of higher order calls, in place of itself."""
     _thread = 0
 
     def __init_subclass__(cls) -> None:
@@ -434,6 +436,9 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) -> Any:
                 if self._thread != get_ident():
                     return func(*args, **(kwargs or {}))
+                if self.sees_inside and is_higher_order(func):
+                    with self:
+                        return run_higher_order(func, args, kwargs or {})
                 return handler(self, func, types, args, kwargs)
 
             never_traced(handler)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....compile.ir.ops import is_custom, tensors_in, written_by
 from ....torch_compat.basics.ops import call_kernel, is_mutable, op_name
-from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
+from ....torch_compat.basics.tensors import LightDispatchMode, storage_id
 
 
 class Stopped(StrEnum):
@@ -35,9 +35,11 @@ class NotRepeatable(Exception):
         self.detail = detail
 
 
-class DeclaredWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DeclaredWrites(LightDispatchMode):
     """Raises NotRepeatable before an operator writes to memory that is neither made inside nor
     `known`, and after one that has drawn random numbers. It sees operators inside Python ops."""
+
+    sees_inside = True
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

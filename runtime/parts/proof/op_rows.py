@@ -19,7 +19,7 @@ from torch import Tensor
 from ....compile.guards.tolerance import differences, precision
 from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
-from ....torch_compat.basics.tensors import TorchDispatchMode, storage_id
+from ....torch_compat.basics.tensors import LightDispatchMode, storage_id
 from ...backends.ownership import ALLOCATIONS
 
 _SOURCE = "<source of a piece>"
@@ -32,9 +32,11 @@ class _Op(NamedTuple):
     results: list[Tensor]
 
 
-class OpRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpRows(LightDispatchMode):
     """Keeps the results of each operator, and the user's line: of the source of a piece, if it is
     stated, by its comments."""
+
+    sees_inside = True
 
     def __init__(self, source: str = "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +110,7 @@ class _Replaced(NamedTuple):
     rows: Tensor
 
 
-class PaddedOps(OpRows):  # type: ignore[no-untyped-call]
+class PaddedOps(OpRows):
     """A run of the operators of `alone` on inputs with `padding` rows behind the real ones. It
     keeps the real rows of each result.
 
@@ -192,9 +194,11 @@ def box(shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(size) for size in shape)
 
 
-class OnlyComputes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnlyComputes(LightDispatchMode):
     """Raises RuntimeError before an operator draws random numbers or writes to one of `args`, as
     one of others may."""
+
+    sees_inside = True
 
     def __init__(self, args: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -96,6 +96,17 @@ def test_full_graphs_of_programs(name):
             torch.testing.assert_close(full_step(model, x), body(x))
 
 
+def test_a_number_of_tokens_beside_a_scan_is_seen():
+    def body(x):
+        total, _ = scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, x.t())
+        return x / (x.shape[0] / 1000 + 1) + total[:, None]  # no run shows such a difference
+
+    model = prepared(body, compile=False)
+    x = torch.randn(3, 4)
+    decision = model.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
+    torch.testing.assert_close(model.run(decision, x), body(x))
+
+
 def test_an_assertion_on_values_holds_in_each_replay():
     body = asserted(lambda x: (x >= 0).all(), torch._assert_async)
     for way in (*BOTH, {"compiler": "inductor"}):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .... import AttentionSupport, Config, ForwardContext, forward_context
 from ....torch_compat.basics.frames import calling_module
-from ....torch_compat.basics.tensors import TorchDispatchMode
+from ....torch_compat.basics.tensors import LightDispatchMode
 from .attention import SPLITTING_OP, PackedRequests, rows_of
 from .configuration import setting, settle_sets
 from .mixers import MIXER_OP
@@ -112,8 +112,10 @@ class PackedModel(nn.Module):
         return run_packed(self.model, input_ids, positions, self.proof.offset, **others)
 
 
-class _Grouped(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Grouped(LightDispatchMode):
     """The modules that group rows by expert in a way that no trace has."""
+
+    sees_inside = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
