@@ -239,7 +239,7 @@ def _fake_result(
 
 
 def _size_uses(request: CompileRequest, examples: Examples, plan: Plan) -> Iterator[SizeUse]:
-    """How the model uses its number of tokens other than as a shape, as far as it runs on fakes.
+    """How the model uses its sizes other than as a shape, as far as it runs on fakes.
 
     A result that for some sizes has not those that `plan` states is a choice of each size. To look
     at it makes guards: where they do not hold is another way through the model.
@@ -267,7 +267,7 @@ def _size_uses(request: CompileRequest, examples: Examples, plan: Plan) -> Itera
                 differing.append([int(size) for size in tensor.shape])
 
     try:
-        yield from uses_of_forward(run, inputs_at, request.config.limits(TOKENS))
+        yield from uses_of_forward(run, inputs_at, request.config.limits)
     except ResultFormUnknown:
         raise
     except Exception as error:

@@ -214,11 +214,12 @@ class GuardCheck(Frozen):
 
 
 class SizeUse(Frozen):
-    """A value of the number of tokens that is no shape: a number that an operator is given, or a
-    choice of Python. Rows may be other ones in a batch padded to a size with another value."""
+    """A value of a size that is no shape: a number that an operator is given, or a choice of
+    Python. Rows may be other ones in a batch padded to a size with another value."""
 
     expression: str
-    """Over `num_tokens`."""
+    """Over `size`. What depends on other sizes, too, is the size itself: it has no value twice."""
+    size: str = TOKENS
     where: str | None
     is_choice: bool
     """Whether it decides what runs; no run of a piece then shows that padding reaches no row."""
@@ -227,7 +228,7 @@ class SizeUse(Frozen):
 
     def values(self, largest: int) -> list[Any]:
         """The value at each size up to `largest`; where it has none the size itself."""
-        value = function_of([TOKENS], self.expression)
+        value = function_of([self.size], self.expression)
         values: list[Any] = []
         for size in range(largest + 1):
             try:

@@ -140,9 +140,9 @@ class PlanBuilder:
         )
 
     def _size_uses(self) -> tuple[SizeUse, ...]:
-        tokens = [s for s, symbol in self._symbols.items() if symbol.label == TOKENS]
+        labels = {s: symbol.label for s, symbol in self._symbols.items()}
         splitting = [step.op for step in self._steps if isinstance(step, CallStep)]
-        return uses_in_trace(self._trace.graph.graph, tokens[0], splitting) if tokens else ()
+        return uses_in_trace(self._trace.graph.graph, labels, splitting)
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
         """The base symbols: the token count first, the others in the order of the arguments."""

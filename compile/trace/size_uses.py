@@ -1,8 +1,9 @@
-"""How a model uses its number of tokens other than as a shape: as a number, and to choose.
+"""How a model uses its sizes other than as a shape: as a number, and to choose.
 
 Rows of a batch of 5 tokens may be other ones in a batch padded to 8 if the model multiplies by the
-number of tokens, or runs other code up to 6. A trace states its choices as guards; a model that is
-not traced runs once on symbolic sizes for each way through its Python.
+number of tokens, or runs other code up to 6. The same is true of other dynamic sizes. A trace
+states its choices as guards; a model that is not traced runs once on symbolic sizes for each way
+through its Python.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from ...torch_compat.basics.symbolic import (
     Symbolic,
     expression_of,
     guards_of_run,
+    holds_by_intervals,
+    number_of_guards,
     python_text,
     symbolic_inputs,
 )
@@ -39,6 +42,8 @@ from ..ir.locations import node_location, short_location, user_line
 from ..ir.ops import FakeWrites, tensors_in
 from ..ir.plan import SizeUse
 from .examples import Dims
+
+Labels = Mapping[sympy.Symbol, str]
 
 MAX_WAYS = 8
 """Ways through the Python of a model that is not traced, at most; with more it is not padded."""
@@ -107,10 +112,10 @@ class NumberUses(LightDispatchMode):
             if shown or not of_data:
                 self.made[id(each)] = each, shown, of_data
 
-    def stated(self, tokens: sympy.Symbol) -> Iterator[SizeUse]:
+    def stated(self, labels: Labels) -> Iterator[SizeUse]:
         found = {each: self.found[each] for each in self.found.keys() - self.hidden.keys()}
-        yield from _stated(found, tokens)
-        yield from _stated(self.hidden, tokens, is_hidden=True)
+        yield from _stated(found, labels)
+        yield from _stated(self.hidden, labels, is_hidden=True)
 
 
 def _symbolic(values: Any) -> list[Any]:
@@ -126,11 +131,9 @@ def _sizes_of(values: Any) -> set[Any]:
     return {s for tensor in tensors_in(values) for s in _symbols([*tensor.shape])}
 
 
-def uses_in_trace(
-    graph: Graph, tokens: sympy.Symbol, splitting: Sequence[str]
-) -> tuple[SizeUse, ...]:
-    """The numbers of tokens that operators of a traced graph are given. Ops of `splitting` run
-    between pieces, and no run of a piece shows what they do with it."""
+def uses_in_trace(graph: Graph, labels: Labels, splitting: Sequence[str]) -> tuple[SizeUse, ...]:
+    """The sizes that operators of a traced graph are given as numbers. Ops of `splitting` run
+    between pieces, and no run of a piece shows what they do with them."""
     uses = NumberUses(lambda: None)
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
@@ -150,43 +153,45 @@ def uses_in_trace(
         for fake, tensor in zip(fakes, tensors_in(result), strict=False):
             if id(tensor) in uses.made:
                 uses.made[id(fake)] = fake, *uses.made[id(tensor)][1:]
-    return tuple(uses.stated(tokens))
+    return tuple(uses.stated(labels))
 
 
 def uses_of_forward(
     run: Callable[[list[Tensor]], Any],
     inputs_at: Callable[[int], Sequence[tuple[Tensor, Dims]]],
-    limits: tuple[int, int],
+    limits: Callable[[str], tuple[int, int]],
 ) -> Iterator[SizeUse]:
     """The uses of a model that is not traced: `run` calls it on fake inputs in the form of those
     that `inputs_at` gives for a number of tokens. Raises what the model does.
 
     Each run is one way through its Python, for the sizes at which all of its guards hold.
     """
-    low, high = limits
+    low, high = limits(TOKENS)
     remaining, narrow, where = [*range(low, high + 1)], 0, None
-    seen = set[tuple[bool, ...]]()
+    seen = set[tuple[Any, ...]]()
     for _ in range(MAX_WAYS):
         if not remaining or narrow == 2:
             break
         size = min(remaining, key=lambda n: abs(n - _EXAMPLE))
         covered = {*remaining}
-        for use in _one_way(run, inputs_at(size)):
-            values = use.values(high)
-            if use.is_choice and all(values[low:]):
+        for use in _one_way(run, inputs_at(size), limits):
+            least, most = limits(use.size)
+            values, is_known = use.values(most), use.expression != use.size
+            if use.is_choice and is_known and all(values[least:]):
                 continue
-            if use.is_choice:
+            if use.is_choice and use.size == TOKENS:
                 where = use.where
-                covered = {n for n in covered if values[n]}
-            same = (value == values[high] for value in values[low:])
-            changes = (use.is_choice, use.is_hidden, *same)
+                covered = {n for n in covered if is_known and values[n]}
+            same = (value == values[most] for value in values[least:])
+            changes = (use.size, use.is_choice, use.is_hidden, *same)
             if changes not in seen:
                 seen.add(changes)
                 yield use
         narrow += len(covered) < 2
         remaining = [n for n in remaining if n not in covered and n != size]
     if remaining:
-        yield SizeUse(expression=TOKENS, where=where, is_choice=True)
+        for label in {label: None for _, dims in inputs_at(high) for label in dims if label}:
+            yield SizeUse(expression=label, size=label, where=where, is_choice=True)
 
 
 _EXAMPLE = 17
@@ -194,7 +199,9 @@ _EXAMPLE = 17
 
 
 def _one_way(
-    run: Callable[[list[Tensor]], Any], inputs: Sequence[tuple[Tensor, Dims]]
+    run: Callable[[list[Tensor]], Any],
+    inputs: Sequence[tuple[Tensor, Dims]],
+    limits: Callable[[str], tuple[int, int]],
 ) -> list[SizeUse]:
     with (
         reasoning_about_sizes(DynamicShapes.BACKED_SIZE_OBLIVIOUS.value),
@@ -202,23 +209,28 @@ def _one_way(
         FakeWrites(fakes[0].fake_mode),  # type: ignore[attr-defined]
         NumberUses(user_line) as uses,
     ):
+        ranges = {symbol: limits(label) for symbol, label in labels.items()}
+        equal = number_of_guards(env)
         run(fakes)
-        tokens = next(symbol for symbol, label in labels.items() if label == TOKENS)
-        guards = dict(guards_of_run(env))
-        return [*_stated(guards, tokens, is_choice=True), *uses.stated(tokens)]
+        made = guards_of_run(env)[equal:]
+        guards = {e: where for e, where in made if not holds_by_intervals(e, ranges)}
+        return [*_stated(guards, labels, is_choice=True), *uses.stated(labels)]
 
 
 def _stated(
     found: Mapping[Any, str | None],
-    tokens: sympy.Symbol,
+    labels: Labels,
     *,
     is_choice: bool = False,
     is_hidden: bool = False,
 ) -> Iterator[SizeUse]:
-    """In the name of the number of tokens. What depends on other sizes as well is not known: its
-    value is that of no other size."""
+    """For each of its sizes, in the name of that. What depends on several is not known: its value
+    is that of no other size."""
     for expression, where in found.items():
-        if tokens in expression.free_symbols:
-            named = expression.xreplace({tokens: sympy.Symbol(TOKENS, integer=True)})
-            text = python_text(named) if len(expression.free_symbols) == 1 else TOKENS
-            yield SizeUse(expression=text, where=where, is_choice=is_choice, is_hidden=is_hidden)
+        for symbol in sorted(expression.free_symbols & labels.keys(), key=str):
+            size = labels[symbol]
+            named = expression.xreplace({symbol: sympy.Symbol(size, integer=True)})
+            text = python_text(named) if len(expression.free_symbols) == 1 else size
+            yield SizeUse(
+                expression=text, size=size, where=where, is_choice=is_choice, is_hidden=is_hidden
+            )

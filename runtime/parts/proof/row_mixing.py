@@ -55,7 +55,7 @@ _PADDING = 3
 
 _SAMPLED, _STEPS = 64, (7919, 104729, 1299709)
 
-_METHOD = 2
+_METHOD = 3
 """Raised where one that was used before finds less."""
 
 KNOWN = "padding"
@@ -150,6 +150,8 @@ def find_mixed_rows(
             yield RowsMixed(trial.piece, name, where, size)
     if size == TOKENS and not mixed:
         yield from _borders(plan, trials, served, tried)
+    if size != TOKENS:
+        yield from _other_values(plan, size)
     if sized and not mixed:
         for trial in trials:
             if found := tried(trial, trial.mixes_in_operators, sized[0]):
@@ -166,12 +168,13 @@ def _borders(
 
     What cannot be tried does not show that a number reaches no row.
     """
-    values = [use.values(max(captured, default=0)) for use in plan.size_uses]
+    uses = [use for use in plan.size_uses if use.size == TOKENS]
+    values = [use.values(max(captured, default=0)) for use in uses]
     previous, low = 0, _limits(plan)[0]
     stated = set[tuple[str, int]]()
     for size in captured:
         least = low
-        for use, value in zip(plan.size_uses, values, strict=True):
+        for use, value in zip(uses, values, strict=True):
             others = [n for n in range(least, size) if value[n] != value[size]]
             if not others:
                 continue
@@ -192,6 +195,16 @@ def _borders(
             for end, (name, where) in borders or ():
                 yield RowsMixed(trial.piece, name, where, TOKENS, end)
         previous = size
+
+
+def _other_values(plan: Plan, size: str) -> Iterator[RowsMixed]:
+    """What the model makes of a size that all graphs have at its largest, and is another one at a
+    size of a step."""
+    for symbol in (each for each in plan.symbols if each.label == size):
+        for use in (each for each in plan.size_uses if each.size == size):
+            values = use.values(symbol.high)[symbol.low :]
+            if any(value != values[-1] for value in values):
+                yield RowsMixed(None, use.expression, use.where, size)
 
 
 def _by_piece(plan: Plan) -> dict[int, PieceStep]:
@@ -217,12 +230,12 @@ def _other_sizes(plan: Plan, sentinels: Mapping[str, float], max_num_reqs: int) 
 
 def _sizes(plan: Plan, padded: str, others: Sizes) -> tuple[Sizes, Sizes] | None:
     """Real and padded sizes of the first pair; None if no size allows padding."""
-    low, high = _limits(plan)
-    real = {**others, TOKENS: max(low, 2)}
-    most = high if padded == TOKENS else max(s.high for s in plan.symbols if s.label == padded)
-    if real[TOKENS] > high or real[padded] + _PADDING > most:
-        return None
-    return real, real | {padded: real[padded] + _PADDING}
+    (low, high), limits = _limits(plan), {s.label: (s.low, s.high) for s in plan.symbols}
+    least, most = (low, high) if padded == TOKENS else limits[padded]
+    real = {**others, TOKENS: min(max(low, 2), high)}
+    real[padded] = max(least, min(real[padded], most - _PADDING))
+    size = min(real[padded] + _PADDING, most)
+    return (real, real | {padded: size}) if size > real[padded] else None
 
 
 def _key(compiled: CompiledModel, **asked: Any) -> Key | None:

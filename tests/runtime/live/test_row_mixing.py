@@ -434,6 +434,41 @@ def test_padding_of_another_size_reaches_no_row(lookup):
     torch.testing.assert_close(prepared.run(decision, x, image, places), model(x, image, places))
 
 
+OTHER_SIZE = {
+    "few": (2, lambda x, image: x + image.mean(0)),
+    "a number": (40, lambda x, image: x * max(1, image.shape[0] - 20)),
+    "a choice": (6, lambda x, image: x * (2 if image.shape[0] > 5 else 3)),
+    "a choice by both": (6, lambda x, image: x * (2 if x.shape[0] == image.shape[0] else 3)),
+    "a choice that is none": (6, lambda x, image: x if x.shape[0] + image.shape[0] > 1 else -x),
+}
+
+
+USES = [(case, True) for case in OTHER_SIZE if "choice" not in case]  # which a trace refuses
+
+
+@pytest.mark.parametrize(("case", "compiles"), [*USES, *((case, False) for case in OTHER_SIZE)])
+def test_no_use_of_another_size_is_silently_wrong(case, compiles):
+    class Uses(nn.Module):
+        def forward(self, x, image):
+            return form(x + 1, image)
+
+    most, form = OTHER_SIZE[case]
+    config = small_config(
+        inputs={"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]"},
+        tracing={"symbol_limits": {"num_patches": (1, most)}},
+        capture_sizes=(4,),
+        graph_mode="FULL",
+        compile=compiles,
+    )
+    prepared = prepare(Uses(), config, backend=strict_backend())
+    prepared.capture()
+    assert bool(prepared.recordings()) == (case == "a choice that is none")
+    for sizes in ((4, 1), (4, 4), (4, most)):
+        x, image = torch.randn(4, 4), torch.randn(min(sizes[1], most), 4)
+        result = prepared.run(prepared.dispatch(Batch(4, 1)), x, image)
+        torch.testing.assert_close(result, form(x + 1, image))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("change", [0.0, 0.003, 0.4, torch.nan, torch.inf])
 def test_one_row_that_differs_is_found(dtype, change):
