@@ -26,6 +26,7 @@ from .capture.installed_graph import InstalledGraph
 from .core.allowed_work import allow_compilation
 from .core.code import ModelCode
 from .core.environment import Environment
+from .core.exchange import told
 from .core.records import CaptureFailure, MemoryUse
 from .core.static_inputs import allocate_inputs, unread_buffers
 from .core.steps import StepRunner, nothing
@@ -173,18 +174,25 @@ class CoreModel:
 
     def refresh(self) -> tuple[int, ...]:
         """See `PreparedModel.refresh`."""
+        environment = self.environment
+        stated = told(environment.exchange, "refresh", self._stale_graphs)
+        stale = sorted({index for one in stated for index in one["stale"]})
+        environment.backend.synchronize()
+        self.capturer.recapture(stale)
+        self.link()
+        return tuple(stale)
+
+    def _stale_graphs(self) -> dict[str, list[int]]:
+        """Follow what was replaced, and name the graphs that read it: not the same on all ranks."""
         for part in self.parts:
             part.refreshing()
         moved_by_graph = {g.index: self.parts.moved(g) for g in self.graphs.present()}
         stale = {index: names for index, names in moved_by_graph.items() if names != []}
         moved = self.parts.moved(None)
         self.bind()
-        environment = self.environment
-        environment.records.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
-        environment.backend.synchronize()
-        self.capturer.recapture(list(stale))
-        self.link()
-        return tuple(stale)
+        events = self.environment.records.events
+        events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
+        return {"stale": list(stale)}
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures. Idempotent."""

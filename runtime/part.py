@@ -80,6 +80,11 @@ class Part:
         """What wraps the capture of the startup set."""
         return capture
 
+    def alike(self) -> Mapping[str, Any]:
+        """What decides the exchanges of its steps, by name; JSON-able. All ranks must state the
+        same before the startup set is captured."""
+        return {}
+
     def around_dummy_batch(self) -> AbstractContextManager[Any] | None:
         """Entered while a dummy batch runs or is captured."""
         return None

@@ -232,7 +232,8 @@ class PreparedModel:
         Graphs that read one are captured again, also after `seal`; their indices are returned.
         Updates in place need no refresh. Raises ModelMismatch for weights of another form, and
         ModelChanged where the trace relied on what is different now, such as the active adapter.
-        With several ranks all must make the same call.
+        With several ranks all must make the same call: what is stale on one is captured on all, and
+        where one raises, the others raise RanksDisagree.
         """
         self._core.must_be_open()
         return self._core.refresh()

@@ -30,6 +30,30 @@ def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
     return [dict(facts)]
 
 
+def told(exchange: Exchange, topic: str, find: Callable[[], Facts]) -> list[dict[str, Any]]:
+    """The facts that `find` gives on each rank, by rank.
+
+    What it raises on one rank is raised there once the others know: they raise RanksDisagree.
+    """
+    try:
+        facts = find()
+    except Exception as error:
+        exchange(topic, {"reason": str(error)})
+        raise
+    stated = exchange(topic, {**facts, "reason": ""})
+    if ranks := [rank for rank, one in enumerate(stated) if one["reason"]]:
+        raise _stopped(topic, stated, ranks)
+    return stated
+
+
+def _stopped(topic: str, stated: list[dict[str, Any]], ranks: list[int]) -> RanksDisagree:
+    """The error of the other ranks, where `ranks` state why they cannot go on."""
+    return RanksDisagree(
+        ranks=", ".join(map(str, ranks)), topic=topic, fact="whether it can go on",
+        stated="; ".join(by_rank(stated, "reason")).rstrip("."), usual="no error",
+    )  # fmt: skip
+
+
 class CaptureAgreement:
     """Ranks agree on one capture: before whatever may wait for another rank, and on the outcome.
 
@@ -87,10 +111,7 @@ class CaptureAgreement:
         facts = {"at": at, "ms": ms, "bytes": num_bytes, "reason": reason, "ends": ends}
         stated = self._exchange(self._topic, facts)
         if ranks := [rank for rank, one in enumerate(stated) if one["ends"]]:
-            self._ended = RanksDisagree(
-                ranks=", ".join(map(str, ranks)), topic=self._topic, fact="whether it can go on",
-                stated="; ".join(by_rank(stated, "reason")).rstrip("."), usual="no error",
-            )  # fmt: skip
+            self._ended = _stopped(self._topic, stated, ranks)
         failed = by_rank(stated, "reason")
         if not failed and len({one["at"] for one in stated}) > 1:
             failed = [f"rank {rank} is at {one['at']}" for rank, one in enumerate(stated)]

@@ -110,6 +110,9 @@ class ProofPart(Part):
         """
         self._is_real = is_real
 
+    def alike(self) -> dict[str, Any]:
+        return {"shadow": self._settings.model_dump()}
+
     def around(self, run: Run) -> Run:
         """`run` with a proof of the first step of each graph, and of each N-th step."""
         coverage, covered = self.coverage, self.coverage.covered

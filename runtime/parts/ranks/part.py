@@ -1,9 +1,9 @@
 """Every rank does the same, or the rank that differs is named with what differs.
 
-Guarantee: ranks compare all that decides a dispatch or a capture before they capture; outcomes of
-captures go through the same exchange, in which a rank that fails in one, or in a dummy run before
-it, says so before another waits for it in a collective. Cost: none per step. Switch:
-`PIECEGRAPH_OFF=ranks`, with which each rank runs as a single process.
+Guarantee: ranks compare all that decides a dispatch, a capture or an exchange of steps before they
+capture; outcomes of captures go through the same exchange, in which a rank that fails in one, or in
+a dummy run before it, says so before another waits for it in a collective. Cost: none per step.
+Switch: `PIECEGRAPH_OFF=ranks`, with which each rank runs as a single process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class RanksPart(Part):
         def agree_and_capture(progress: Progress | None) -> None:
             core = self._core
             facts = start_facts(core.environment.config, core.steps.dispatcher.plan)
+            for part in core.parts:
+                facts |= part.alike()
             self._ranks.agree("start", facts)
             capture(progress)
 

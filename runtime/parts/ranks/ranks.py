@@ -27,7 +27,8 @@ from ...core.exchange import Facts
 
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
-    """What ranks compare before they capture: everything that decides a dispatch or a capture.
+    """What ranks compare before they capture, beside what their parts state: all that decides a
+    dispatch.
 
     Settings come before the graphs that follow from them, one fact each, so that the first
     difference is the cause or the first graph that differs.
@@ -38,8 +39,6 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
         "attention capabilities": {name: s.name for name, s in attention_support(config).items()},
         **stated,
         **{f"graph {index}": entry for index, entry in enumerate(entries)},
-        "strategy": {"kind": config.strategy.kind.value, **config.strategy.model_dump()},
-        "memory_limit": config.steps.memory_limit,
     }
 
 

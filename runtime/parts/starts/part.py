@@ -128,6 +128,9 @@ class StartsPart(Part):
                 self._follow(self.beside, waited=False)
         self._must_not_be_refused()
 
+    def alike(self) -> dict[str, Any]:
+        return {"beside steps": type(self.beside).__name__ if self.beside else None}
+
     def around(self, run: Run) -> Run:
         if not isinstance(self.beside, Background):
             return run
@@ -282,7 +285,7 @@ def first_code(
         records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
         found = compile_model(request)
     if isinstance(found, CompiledModel):
-        if not (found.from_bundle and config.cache):
+        if not (_loaded_by_any(found, request) and config.cache):
             return found, None
         verification = Verification(request, found, records)
         if config.cache.verify_bundle is VerifyBundle.BACKGROUND:
@@ -298,6 +301,16 @@ def first_code(
         beside = Background(found, records, request.exchange, look)
         return uncompiled_model(request), beside
     return compile_missing(found), None
+
+
+def _loaded_by_any(found: CompiledModel, request: CompileRequest) -> bool:
+    """Whether a rank has loaded its bundle: then all verify, or none does.
+
+    Where none had one, a rank may have waited for another to compile, and loaded what that stored.
+    """
+    loaded = {"loaded": found.from_bundle}
+    stated = request.exchange("loaded bundle", loaded) if request.exchange else [loaded]
+    return any(one["loaded"] for one in stated)
 
 
 FAILED = "failed"

@@ -28,10 +28,14 @@ LOOKS, LOOK_S = 10, 0.005
 
 
 class Verification:
-    """Compares the bundle of one start with its model, in `thread` or in the calling one."""
+    """Compares the bundle of one start with its model, in `thread` or in the calling one.
+
+    A rank that has compiled the model itself has nothing to compare, and goes by the others.
+    """
 
     def __init__(self, request: CompileRequest, found: CompiledModel, records: Records) -> None:
         self._request = request
+        self._loaded = found.from_bundle
         self._plan = found.plan
         self._conditions = found.conditions
         self._records = records
@@ -52,6 +56,13 @@ class Verification:
 
     def refusal(self) -> str | None:
         """Compare now, once: why the bundle must not be used, on any rank."""
+        refusal = self._refusal() if self._loaded else ""
+        if self._request.exchange is None:
+            return refusal or None
+        stated = self._request.exchange("verified bundle", {"refusal": refusal})
+        return next(iter(by_rank(stated, "refusal")), None)
+
+    def _refusal(self) -> str:
         try:
             difference, seconds = self._compared()
         except Exception as error:
@@ -59,11 +70,7 @@ class Verification:
         else:
             self._records.add(Stale(seconds, difference) if difference else Verified(seconds))
         refusal = difference if self._records.of(Stale) else verified(self._records)
-        if self._request.exchange is None:
-            return None if refusal is True else str(refusal)
-        own = {"refusal": "" if refusal is True else str(refusal)}
-        found = by_rank(self._request.exchange("verified bundle", own), "refusal")
-        return found[0] if found else None
+        return "" if refusal is True else str(refusal)
 
     def _failed(self, error: Exception) -> str:
         """Nothing is known yet, or for good: no failure."""
@@ -72,6 +79,8 @@ class Verification:
 
     def _verify(self) -> str:
         """In the thread: the first difference, or nothing. Stale the second time."""
+        if not self._loaded:
+            return ""
         before, self._difference = self._difference, ""
         changed = self._changed()
         try:

@@ -77,6 +77,11 @@ class StrategiesPart(Part):
         self._ledger.state_pools(self.capturer.memory.by_mode)
         return self._ledger
 
+    def alike(self) -> dict[str, Any]:
+        config = self._core.environment.config
+        strategy = {"kind": config.strategy.kind.value, **config.strategy.model_dump()}
+        return {"strategy": strategy, "memory_limit": config.steps.memory_limit}
+
     def make_capturer(self, captures: Captures) -> StrategyCapturer:
         config, steps = self._core.environment.config, self._core.steps
         self.capturer = StrategyCapturer(

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 
 from piecegraph import Batch, Config, Dispatcher, GraphMode, break_graph, prepare
+from piecegraph.compile.ir import registered_compilers as compilers
 from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture import op_log
@@ -30,9 +32,10 @@ from piecegraph.runtime.core.records import CaptureFailure, Records
 from piecegraph.runtime.forward_context import CURRENT
 from piecegraph.runtime.parts.ranks.ranks import Ranks, start_facts
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
+from piecegraph.tests.text_compiler import EntryPoint
 from piecegraph.torch_compat.basics.tensors import is_faking
 
-TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
+TIMEOUT_S = {"come_late": 4.0, "die": 4.0, "they_start_cold": 8.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0
 
 
@@ -128,12 +131,12 @@ class Reducing(torch.nn.Module):
         return summed(summed(x * 2) + 1) * 3
 
 
-def reducing(ranks, **settings):
+def reducing(ranks, model=None, **settings):
     config = Config(
         compile=False, graph_mode="PIECEWISE", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
         max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), **settings,
     )  # fmt: skip
-    return prepare(Reducing(), config, backend=ReplayBackend(), ranks=ranks)
+    return prepare(model or Reducing(), config, backend=ReplayBackend(), ranks=ranks)
 
 
 class Functional(torch.nn.Module):
@@ -339,6 +342,72 @@ def they_sleep(ranks, odd):
     return [*seen, *modes(prepared, 4), *(str(event.facts["num_tokens"]) for event in back)]
 
 
+class Weighted(Reducing):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.factor = torch.nn.Parameter(torch.ones(2)), 1
+
+    def forward(self, x):
+        return super().forward(x * self.weight) * self.factor
+
+
+def cold_start(ranks, verify):
+    """One rank compiles, the others wait for that and load what it has stored."""
+    os.environ["PIECEGRAPH_OFF"] = ""
+    compilers.entry_points = lambda group: [EntryPoint()]
+    folder = ranks.exchange("folder", {"folder": tempfile.mkdtemp()})[0]["folder"]
+    config = Config(
+        inputs={"input": "float32[num_tokens, 2]"}, compiler="text", cache_dir=Path(folder),
+        cache={"verify_bundle": verify}, max_num_tokens=8, max_num_reqs=8,
+    )  # fmt: skip
+    model = torch.nn.Linear(2, 2)
+    prepared = prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+    prepared.capture()
+    seen = set(modes(prepared, *[8] * 40, model=model))
+    return [prepared.report()["cache"]["hit"], *sorted(seen)]
+
+
+def they_start_cold(ranks, odd):
+    return cold_start(ranks, "background")
+
+
+def they_start_cold_and_verify_before(ranks, odd):
+    return cold_start(ranks, "before")
+
+
+def one_has_another_weight(ranks, odd):
+    """Graphs of the odd rank alone are stale at a refresh that all ranks make."""
+    model, prepared = Weighted(), reducing(ranks, Weighted())
+    prepared.capture()
+    prepared.seal()
+    if odd:
+        prepared.compiled.model.weight = torch.nn.Parameter(torch.ones(2))
+    refreshed = prepared.refresh()
+    return [len(refreshed), *modes(prepared, 8, 4, 2, model=model)]
+
+
+def one_has_changed(ranks, odd):
+    """The model of the odd rank is no longer that of its graphs."""
+    prepared = reducing(ranks, Weighted())
+    prepared.capture()
+    if odd:
+        prepared.compiled.model.factor = 2
+    return raised_by(prepared.refresh, time.monotonic())
+
+
+def one_proves(ranks, odd):
+    reducing(ranks, shadow={"every": 1} if odd else None).capture()
+
+
+def one_proves_less(ranks, odd):
+    reducing(ranks, shadow={"every": 7 if odd else 1}).capture()
+
+
+def one_lacks_a_part(ranks, odd):
+    os.environ["PIECEGRAPH_OFF"] = "strategies" if odd else ""
+    reducing(ranks).capture()
+
+
 def seconds_of_failure(prepared):
     """Capture; the seconds from the capture before the one that failed, if any, to its end."""
     before = [time.perf_counter() - prepared.events.began]
@@ -404,7 +473,9 @@ SCENES = {
         one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
         one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
         one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
-        one_fails_in_warm_up, one_lacks_a_layer, they_sleep, they_meet,
+        one_fails_in_warm_up, one_lacks_a_layer, one_has_another_weight, one_has_changed,
+        one_proves, one_proves_less, one_lacks_a_part, they_sleep, they_meet,
+        they_start_cold, they_start_cold_and_verify_before,
     )
 }  # fmt: skip
 

@@ -168,6 +168,39 @@ def test_failure_35_what_one_rank_raises_ends_all(outcomes, name, its_own, why, 
 
 
 @pytest.mark.parametrize("scene", [TWO_RANKS, FOUR_RANKS])
+def test_what_is_stale_on_one_rank_is_captured_again_on_all(outcomes, scene):
+    """A capture runs the model's collectives, in which a rank without stale graphs is missed."""
+    for outcome in outcomes(f"one_has_another_weight-{scene}").values():
+        sizes = ["PIECEWISE 8 right", "PIECEWISE 4 right", "PIECEWISE 2 right"]
+        assert outcome["result"] == [3, *sizes]
+
+
+def test_a_refresh_that_one_rank_refuses_is_refused_on_all(outcomes):
+    first, second = (outcome["result"] for outcome in outcomes("one_has_changed-2-1").values())
+    assert second[0].startswith("ModelChanged: ")
+    assert first[0].startswith("RanksDisagree: rank 1 disagrees at 'refresh' on whether it can go")
+    assert "factor: 1 -> 2" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [("proves", "shadow"), ("proves_less", "shadow"), ("lacks_a_part", "strategy")],
+)
+def test_a_rank_with_other_exchanges_is_named_before_its_steps(outcomes, name, fact):
+    """In a step it would wait for the others, which are in a collective of the next one."""
+    for outcome in outcomes(f"one_{name}-2-1").values():
+        assert f"rank 1 disagrees at 'start' on {fact}" in outcome["message"]
+
+
+@pytest.mark.parametrize("name", ["they_start_cold", "they_start_cold_and_verify_before"])
+def test_failure_35_a_rank_that_loads_what_another_has_compiled_meanwhile(outcomes, name):
+    """It verifies that; the one that compiled takes part in the exchanges about it."""
+    results = [outcome["result"] for outcome in outcomes(f"{name}-2-2").values()]
+    assert sorted(hit for hit, *_ in results) == [False, True]
+    assert [modes for _, *modes in results] == [["NONE 8 right"]] * 2
+
+
+@pytest.mark.parametrize("scene", [TWO_RANKS, FOUR_RANKS])
 def test_a_step_that_is_wrong_on_one_rank_leaves_service_on_all(outcomes, scene):
     """At the same step, with the right rows on the rank that is wrong; later steps are proved."""
     for outcome in outcomes(f"one_is_wrong-{scene}").values():
