@@ -532,6 +532,11 @@ class TensorLeftBreak(RunError):
     todo = "Return the tensor too, or write to a tensor that the model keeps: kept[:n].copy_(new)."
 
 
+class OwnOperators(RunError):
+    what = "a result of {name} is a {kind}, a class of tensors with operators of its own"
+    todo = "Return the tensors that it holds: a graph leaves memory, and no class."
+
+
 class NotReplayed(RunError):
     what = "{name}, which breaks and Python inside graphs share, {fact}: a replay runs only breaks"
     todo = "Let the break return it, or write to a tensor that the model keeps."

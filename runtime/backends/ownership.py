@@ -38,6 +38,7 @@ from ...torch_compat.basics.tensors import (
     LightDispatchMode,
     StorageWeakRef,
     alias_of,
+    has_own_dispatch,
     inner_tensors,
     part_of_storage,
     storage_id,
@@ -212,6 +213,8 @@ class TensorTracker(LightDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(map(has_own_dispatch, types)):
+            return NotImplemented  # the class calls operators on what it holds
         given = kwargs or {}
         if not is_higher_order(func):
             return self.operation(func, args, given)

@@ -40,7 +40,15 @@ from ..backends.ownership import Left, MadeInBreak, Ownership
 from ..backends.protocol import Capture, Graph
 from ..forward_context import CURRENT, ForwardContext
 from .op_log import OpLog, line_of_difference, ops_of
-from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call, run_calls
+from .recording import (
+    Recording,
+    ResultForm,
+    Segment,
+    SegmentKind,
+    as_memory,
+    eager_call,
+    run_calls,
+)
 from .session import CaptureSession, agree_before, agreeing, capture_failure
 
 Fn = Callable[..., Any]
@@ -89,7 +97,7 @@ def record(
         if session.backend.runs_python:  # its captures run the model's collectives
             session.agreement.before("the capture")
         with recorder.as_on_a_device(), recorder.noted():
-            outputs = recorder.in_context(fn)(*inputs)
+            outputs = as_memory(name, recorder.in_context(fn)(*inputs))
         recorder.finish()
     except BaseException as error:
         recorder.abort()
@@ -328,7 +336,7 @@ class Recorder:
             self._session.agreement.before(name)
         if self._open is None:
             leaves, spec = tree_flatten((args, kwargs))
-            result = self._run(partial(fn, *args, **kwargs))
+            result = as_memory(name, self._run(partial(fn, *args, **kwargs)))
             now, its_spec = tree_flatten((args, kwargs))
             if its_spec != spec or any(map(is_not, leaves, now)):
                 raise ArgumentWritten(where=user_line(), op=name)

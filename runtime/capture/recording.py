@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.ir.locations import user_line
 from ...compile.ir.ops import tensors_in
-from ...errors import EagerResultChanged, RecordingReleased
+from ...errors import EagerResultChanged, OwnOperators, RecordingReleased
 from ...torch_compat.basics.ops import OpOverload, without_frame
-from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_unflatten
+from ...torch_compat.basics.tensors import (
+    has_own_dispatch,
+    has_own_operators,
+    storage_id,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+)
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
 
@@ -158,6 +166,17 @@ class ResultForm:
                 leaves[position] = make() if at is None else make(given[at])
         targets = {place: leaves[place] for place, (at, _) in self.tensors.items() if at is None}
         return tree_unflatten(leaves, self.spec), targets
+
+
+def as_memory(name: str, result: Any) -> Any:
+    """`result` with plain tensors, which is all that a graph leaves. Raises OwnOperators."""
+
+    def plain(tensor: Tensor) -> Tensor:
+        if has_own_operators(tensor):
+            raise OwnOperators(where=user_line(), name=name, kind=type(tensor).__name__)
+        return tensor.clone() if has_own_dispatch(type(tensor)) else tensor
+
+    return tree_map_only(Tensor, plain, result)
 
 
 def eager_call(

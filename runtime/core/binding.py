@@ -21,7 +21,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Container, GuardCheck, Path, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, refs, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
-from ...torch_compat.basics.tensors import form_test, has_plain_memory
+from ...torch_compat.basics.tensors import form_test, has_own_operators, has_plain_memory
 
 Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
 Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]
@@ -39,7 +39,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """
     forms: Forms = {}
     names: dict[str, Any] = {
-        "plain": has_plain_memory,
+        "plain": _is_plain,
         "math": math,
         "at": at,
         "mismatch": _mismatch,
@@ -330,10 +330,17 @@ def _device_test(item: UserInput) -> str:
     return f"str({item.name}.device) != {item.device!r}"
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor that is what its memory holds."""
+    return has_plain_memory(value) and not has_own_operators(value)
+
+
 def _mismatch(item: tuple[str, str], tensor: Any) -> None:
     name, expected = item
     got = type(tensor).__name__
-    if isinstance(tensor, torch.Tensor) and not has_plain_memory(tensor):
+    if has_plain_memory(tensor) and not _is_plain(tensor):
+        got = f"a {got}, a class of tensors with operators of its own"
+    elif isinstance(tensor, torch.Tensor) and not has_plain_memory(tensor):
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         kind = "fake or inside a transform" if layout == "strided" else layout
         got = f"a {got} without rows in memory ({kind})"

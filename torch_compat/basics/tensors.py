@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
@@ -217,6 +218,23 @@ def has_plain_memory(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return False
     return not is_fake(value) and not is_transformed(value)
+
+
+def has_own_operators(tensor: Tensor) -> bool:
+    """Whether the class of `tensor` computes in its own way, and so would a copy. That of a result
+    of a collective that has not ended does not: a copy is a plain tensor."""
+    return _computes(type(tensor)) and _computes(type(tensor.clone()))
+
+
+def _computes(kind: type[Tensor]) -> bool:
+    function, plain = (getattr(c.__torch_function__, "__func__", None) for c in (kind, Tensor))
+    own = function is not plain and kind.__torch_function__ is not Parameter.__torch_function__
+    return own or has_own_dispatch(kind)
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether operators on tensors of this class call others, on what the tensors hold."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def writes_counted(tensor: Tensor) -> int:

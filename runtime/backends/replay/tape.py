@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....compile.ir.locations import user_line
 from ....compile.ir.ops import tensors_in, written_by
-from ....errors import HostReadInCapture
+from ....errors import HostReadInCapture, OwnOperators
 from ....torch_compat.basics.ops import (
     OpOverload,
     awaited,
@@ -30,6 +30,7 @@ from ....torch_compat.basics.ops import (
 )
 from ....torch_compat.basics.tensors import (
     detached,
+    has_own_dispatch,
     storage_id,
     tree_map_only,
     without_modes,
@@ -98,6 +99,9 @@ class Tape(TensorTracker):
                 self.ownership.find(used, self.bakes)
                 self._save(used)
             result = self.seen(fn, args)
+            for tensor in tensors_in(result):
+                if has_own_dispatch(kind := type(tensor)):  # a replay copies memory alone
+                    raise OwnOperators(name="a piece", kind=kind.__name__)
             with torch.DisableTorchFunction():
                 self._record(fn, args, {}, result, self.fresh(result, used))
         return result
