@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_serializer, field_validator, model_validator
+from pydantic import AllowInfNan, Field, field_serializer, field_validator, model_validator
 
 from .cache.settings import CacheSettings
 from .compile.ir.config import (
@@ -123,7 +123,9 @@ class Steps(Settings):
 
     _path: ClassVar[str] = "steps"
 
-    padding: dict[str, Padding | int | float] = Field(default_factory=dict)
+    padding: dict[str, Padding | int | Annotated[float, AllowInfNan()]] = Field(
+        default_factory=dict
+    )
     """What padding contains, by input: `"zero"` (the default), `"repeat"` (the last real row),
     `"keep"` (the previous contents), or a number, such as the cache slot reserved for padding."""
 
@@ -280,7 +282,7 @@ class Config(Settings):
             for form in call_forms(inputs)
         ]
         _check_forms(forms)
-        return tuple(forms) if len(forms) > 1 else forms[0]
+        return tuple(forms) if len(forms) > 1 else dict(*forms)
 
     @field_validator("splitting_ops", mode="after")
     @classmethod
@@ -303,7 +305,7 @@ class Config(Settings):
             return strategy
         settings = dict(strategy) if isinstance(strategy, dict) else {"kind": strategy}
         kind = settings.pop("kind", None)
-        if kind not in STRATEGIES:
+        if not isinstance(kind, str) or kind not in STRATEGIES:
             near = nearest(str(kind), STRATEGIES)
             raise InvalidSetting(
                 name="strategy",

@@ -57,7 +57,9 @@ class Settings(BaseModel, metaclass=_SettingsType):
     Each field has a docstring. `help()` of the class shows the docstrings, or their first lines.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
+    )
 
     _path: ClassVar[str] = ""
     """Where `Config` holds these settings, for errors."""
@@ -200,7 +202,7 @@ def _reason(problem: Mapping[str, Any]) -> str:
         choices = problem["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
         near = get_close_matches(str(value), choices, 1)
         return f"unknown choice (did you mean {near[0]!r}?)" if near else "unknown choice"
-    if kind.startswith(("greater", "less")):
+    if kind.startswith(("greater", "less", "finite")):
         return "it is out of range"
     return f"its type is {type(value).__name__}"
 

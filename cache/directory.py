@@ -160,8 +160,9 @@ def private_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer:
         check_private(resolved)
         with owned_directory(resolved / SCRATCH_AREA):
             pass
-    except OSError as error:
-        raise CacheNotWritable(path=root, reason=error.strerror or error) from error
+    except (OSError, ValueError) as error:  # no file can have a name with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise CacheNotWritable(path=root, reason=reason) from error
     return DirectoryLayer(resolved, trust, name="private", writable=True)
 
 
@@ -170,9 +171,9 @@ def read_only_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer 
 
     Raises UntrustedDirectory: a directory that cannot be written must be private as well.
     """
-    resolved = Path(os.path.realpath(root))
     try:
+        resolved = Path(os.path.realpath(root))
         check_private(resolved)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return DirectoryLayer(resolved, trust, name="private")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -39,10 +40,10 @@ def add_counts(root: Path, counts: Mapping[str, int]) -> None:
 
 
 def read_counts(root: Path) -> Counter[str]:
-    """The counts of all starts; a line that is not whole is skipped."""
+    """The counts of all starts; a line that is not whole, or has other values, is skipped."""
     counts: Counter[str] = Counter()
     with contextlib.suppress(OSError):
         for line in read_file(root / NAME, 2 * MAX_BYTES).splitlines():
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                counts.update(json.loads(line))
+            with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
+                counts.update({name: operator.index(n) for name, n in json.loads(line).items()})
     return counts

@@ -14,7 +14,7 @@ import torch
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.ir.locations import first_line
 from ..config import Config, dispatch_plan, resolve_graph_mode
-from ..errors import InvalidSetting, PiecegraphError, PrepareFailed
+from ..errors import PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import without_modes
 from .assemble import Ranks, assemble, begin, exchange_of, mixed_rows_finder
@@ -70,13 +70,6 @@ def prepare(
     Raises a PiecegraphError that names the problem with the model or the settings.
     """
     must_be_plain("prepare")
-    if not isinstance(config, Config):
-        raise InvalidSetting(
-            name="config",
-            value=type(config).__name__,
-            reason="it is not a Config",
-            expected="Config(**settings)",
-        )
     records = Records(events)
     config = resolve_config(config)
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import inf
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -34,6 +35,13 @@ def checked(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs)
 
     return call
+
+
+def must_be_within(call: str, name: str, value: float, high: float = inf) -> None:
+    """Raise InvalidArgument unless a number is from 0 to `high`."""
+    if not 0 <= value <= high:
+        expected = "a number from 0 on" if high == inf else f"a number from 0 to {high:g}"
+        raise InvalidArgument(call=call, name=name, value=repr(value), expected=expected)
 
 
 def _fits(value: Any, kind: Any) -> bool:

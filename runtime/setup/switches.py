@@ -12,6 +12,7 @@ from typing import Any
 
 from ...cache.keys.environment import DUMP_DIR, FASTER, parts_off, read
 from ...config import Config, check_choice
+from ...errors import InvalidSetting
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
@@ -56,8 +57,15 @@ def resolve_config(config: Config) -> Config:
 
     PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. No setting
     turns off `faster`, which compiling reads, or one of `PARTS`. At a level that does not compile,
-    pieces run eagerly unless a compiler is set.
+    pieces run eagerly unless a compiler is set. Raises InvalidSetting for what is no Config.
     """
+    if not isinstance(config, Config):
+        raise InvalidSetting(
+            name="config",
+            value=type(config).__name__,
+            reason="it is not a Config",
+            expected="Config(**settings)",
+        )
     not_settings = {FASTER, *PARTS}
     config = switched_off(config, (name for name in parts_off() if name not in not_settings))
     settings: dict[str, Any] = {}

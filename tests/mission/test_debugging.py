@@ -25,8 +25,16 @@ FEW += ["--model", SMALLEST]
 def bug(tmp_path_factory):
     """The report of a run."""
     folder = tmp_path_factory.mktemp("run") / "bug"
-    assert main(["run", *FEW, "--bug-report", str(folder)]) == 0
+    other = ["--json", str(folder.with_name("report.json"))]
+    assert main(["run", *FEW, *other, "--bug-report", str(folder)]) == 0
+    assert (folder / "report.json").read_text() == folder.with_name("report.json").read_text()
     return folder
+
+
+def test_a_bug_report_replaces_no_other_file_of_steps(tmp_path, capsys):
+    command = ["run", *FEW, "--record", str(tmp_path / "a.pt"), "--bug-report", str(tmp_path / "b")]
+    assert main(command) == 2
+    assert "--record = " in capsys.readouterr().err
 
 
 def test_a_miss_is_explained(tmp_path):

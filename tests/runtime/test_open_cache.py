@@ -75,6 +75,24 @@ def test_directory_that_cannot_be_created_is_an_event(tmp_path):
     assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_directory_can_have_is_an_event(name):
+    events = Events()
+    cache = open_cache(Config(cache_dir=name), events)
+    assert cache.private is None
+    assert events.named("cache.unusable")
+
+
+def test_a_relative_directory_in_a_folder_that_is_gone_is_an_event(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert (
+        open_cache(Config(cache_dir="cache"), Events()).lookup("bundle", KEY).reason == "disabled"
+    )
+
+
 def test_reason_for_a_missing_cache_is_that_of_its_directory(tmp_path):
     (tmp_path / "file").write_text("")
     missed = found(cache_dir=tmp_path / "file" / "cache")

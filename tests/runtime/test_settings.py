@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pickle
 import pydoc
+from contextlib import suppress
 
 import pytest
 
@@ -24,7 +26,7 @@ from piecegraph import (
 )
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
 from piecegraph.runtime.setup.switches import resolve_config
-from piecegraph.settings import field_docstrings
+from piecegraph.settings import field_docstrings, setting_names
 from tests.tables import tables_of
 
 OBJECTS = (Tracing, Codegen, Sizes, Variants, Attention, Steps)
@@ -40,6 +42,21 @@ def test_a_wrong_setting_fails_in_config(settings, message):
     assert message in str(caught.value)
     for internal in ("pydantic", "Input should", "Extra inputs", "[type="):
         assert internal not in str(caught.value)
+
+
+ODD = (
+    float("nan"), float("inf"), -1, 0, 2**70, 10**400, "x", "", "\ud800", "a\0b", None, [], {},
+    (1, 2), True, b"x", 1.5, ["a"], {"a": 1}, [float("nan")], object(), (5, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", setting_names(Config))
+def test_an_odd_value_is_taken_or_is_an_error_of_its_setting(name):
+    """Of any type. What is taken can be written into a report, which has no infinite numbers."""
+    for value in ODD:
+        with suppress(PiecegraphError):
+            config = Config().changed(**{name: value})
+            json.dumps(config.model_dump(mode="json"), allow_nan=False)
 
 
 @pytest.mark.parametrize(("name", "meant"), TABLES["meant"])

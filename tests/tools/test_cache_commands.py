@@ -301,6 +301,20 @@ def test_counts_of_many_starts_stay_small(root, monkeypatch):
     assert statistics.read_counts(root)["bundle.hit"] == 100
 
 
+def test_lines_of_counts_that_are_none_are_skipped(root, capsys):
+    lines = [
+        '{"bundle.hit": "x"}',
+        '{"bundle.hit": [1]}',
+        '{"bundle.hit": 0.5}',
+        "[1]",
+        "[" * 10**5,
+    ]
+    (root / "statistics").write_text("\n".join([*lines, '{"bundle.hit": 1}', ""]))
+    statistics.add_counts(root, {"bundle.hit": 1})
+    assert statistics.read_counts(root) == {"bundle.hit": 2}
+    assert main(["cache", "stats"]) == 0
+
+
 @pytest.mark.compile
 def test_every_answer_can_be_json(root, capsys, tmp_path, monkeypatch, text_compiler):
     one, two = (digest("trace", a=n)[:10] for n in (1, 2))

@@ -80,3 +80,10 @@ def test_fault_is_named_with_what_to_do(tmp_path, capsys, monkeypatch, fault, na
     status, report = doctor(tmp_path, capsys)
     assert status == 1
     assert fix in str(report[name]["fix"])
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "[1]", "x", "[" * 10**5, '{"inputs": 3}'])
+def test_a_file_that_has_no_settings_is_named(tmp_path, capsys, text):
+    (tmp_path / "settings.json").write_text(text)
+    assert main(["doctor", "--config", str(tmp_path / "settings.json")]) == 1
+    assert "not usable" in capsys.readouterr().out

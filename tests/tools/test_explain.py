@@ -119,6 +119,27 @@ def test_two_explanations_are_compared(written, tmp_path, capsys):
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts.pop("guards"),
+        lambda facts: facts["steps"][0].update(takes=1),
+        lambda facts: facts.update(captures=None),
+        lambda facts: facts["captures"][0].pop("segments"),
+    ],
+)
+def test_a_file_whose_content_is_another_is_named(written, tmp_path, capsys, change):
+    facts = json.loads((written / "json").read_text())
+    change(facts)
+    (tmp_path / "other.json").write_text(json.dumps(facts))
+    for form in ("md", "html"):
+        command = ["explain", "--of", str(tmp_path / "other.json"), "--format", form]
+        assert main([*command, "--output", str(tmp_path / "page")]) == 2
+        assert "invalid setting --of = " in capsys.readouterr().err
+        assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.compile
 def test_the_json_has_what_the_page_shows(written):
     facts = json.loads((written / "json").read_text())
     assert facts["graph_mode"]["resolved"] == "FULL_AND_PIECEWISE"

@@ -176,11 +176,12 @@ def _variables() -> Found:
 def _settings(path: Path) -> Found:
     from ... import Config
     from ...runtime.setup.remarks import remarks_of
+    from ..report.output import reading
 
-    try:
+    with reading("--config", path, 'settings in JSON, such as {"max_num_reqs": 8}'):
         settings = json.loads(path.read_text())
-    except ValueError as error:
-        return f"{path} is no JSON: {error}", "Write what Config takes, such as max_num_reqs."
+        if not isinstance(settings, dict):
+            raise TypeError("it is no object")
     found = remarks_of(Config(**settings))
     text = "; ".join(remark.what for remark in found) or "each has an effect, no step is slow"
     return text, " ".join(dict.fromkeys(remark.todo for remark in found))

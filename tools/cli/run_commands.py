@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ...errors import ToolMissing
+from ...errors import InvalidSetting, ToolMissing
 from ..explain import FORMATS, compared, rendered
 from ..explain.against import SCHEMA
-from ..report.output import output_of, outputs, read_facts
+from ..report.output import output_of, outputs, read_facts, reading
 from ..serve.options import RunOptions, choice, declared_options, flag_of, read_run_options
 from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 
@@ -131,11 +131,15 @@ def run_command(
     if launched_rank():  # rank 0 reports
         json_path = metrics = record = bug_report = None
     if bug_report is not None:
+        if record is not None:
+            reason, expected = "--bug-report records the steps, too", "one of the two options"
+            raise InvalidSetting(name="--record", value=record, reason=reason, expected=expected)
         _log_to(bug_report)
-        json_path, record = json_path or bug_report / "report.json", bug_report / "steps.pt"
+        record = bug_report / "steps.pt"
         options = replace(options, dump_dir=options.dump_dir or bug_report / "graphs")
-    to_json, to_metrics, to_record = outputs(
-        {"--json": json_path, "--metrics": metrics, "--record": record},
+    collected = None if bug_report is None else bug_report / "report.json"
+    to_json, to_metrics, to_record, to_collected = outputs(
+        {"--json": json_path, "--metrics": metrics, "--record": record, "--bug-report": collected},
         stdout=("--json", "--metrics"),
     )
     if to_metrics is not None and find_spec("prometheus_client") is None:
@@ -160,6 +164,7 @@ def run_command(
     if to_metrics is not None:
         to_metrics.write(exposition)
     write_json(to_json, report)
+    write_json(to_collected, report)
     is_right = is_right and report["cache"].get("verified") is not False
     is_right = is_right and not (report["shadow"] and report["shadow"]["wrong"])
     return 0 if is_right else WRONG_RESULT
@@ -195,18 +200,20 @@ def explain_command(
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
     form = choice("--format", format, FORMATS)
-    command = "piecegraph explain --format json"
+    command, files = "piecegraph explain --format json", {"--against": against, "--of": of}
     old, given = (
         read_facts(path, option, command, SCHEMA, "settings") if path else None
-        for option, path in (("--against", against), ("--of", of))
+        for option, path in files.items()
     )
     if graph is not None:
         print(graph_explained(options, graph, "json" if form == "json" else "md"), end="")
         return 0
     to_output = output_of("--output", output, stdout=True)
     facts = given if given is not None else explained(options, replay)
-    facts = facts if old is None else compared(facts, old)
-    to_output.write(rendered(facts, form))
+    names, paths = " and ".join(n for n in files if files[n]), [str(p) for p in files.values() if p]
+    with reading(names, " and ".join(paths), f"what `{command}` wrote") if paths else nullcontext():
+        text = rendered(facts if old is None else compared(facts, old), form)
+    to_output.write(text)
     if not to_output.is_stdout:
         print(f"written: {output}", file=sys.stderr)
     return 0

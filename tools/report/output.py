@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidSetting, OutputNotWritten
+from ...errors import InvalidSetting, OutputNotWritten, PiecegraphError
 
 
 class Output:
@@ -87,19 +87,29 @@ def read_facts(path: Path, name: str, command: str, schema: int, key: str) -> di
 
     Raises InvalidSetting for another file.
     """
-    try:
+    with reading(name, path, f"a file that `{command}` wrote"):
         facts: dict[str, Any] = json.loads(path.read_text())
         if facts["schema"] != schema:
             raise ValueError(f"its schema is {facts['schema']}")
         facts[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    return facts
+
+
+@contextmanager
+def reading(name: str, path: Path | str, expected: str) -> Iterator[None]:
+    """What goes wrong with the content of a file that an option named is InvalidSetting."""
+    try:
+        yield
+    except PiecegraphError:
+        raise
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+            ValueError) as error:  # fmt: skip
         raise InvalidSetting(
             name=name,
             value=str(path),
             reason=f"{type(error).__name__}: {error}",
-            expected=f"a file that `{command}` wrote",
+            expected=expected,
         ) from error
-    return facts
 
 
 def folder_fault(folder: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting
+from ..report.output import reading
 from ..sizes.traffic import fit_validated, padding_waste, thinned
 from .trace import TraceRow
 
@@ -160,16 +161,9 @@ def _require(name: str, value: float, met: bool, expected: str) -> None:
 
 def read_sizes(path: Path) -> list[int]:
     """The sizes in a file that `fit --output` wrote; raises InvalidSetting for any other file."""
-    try:
+    with reading("sizes file", path, '{"capture_sizes": [...]}'):
         sizes = json.loads(path.read_text())["capture_sizes"]
         return [int(size) for size in sizes]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidSetting(
-            name="sizes file",
-            value=str(path),
-            reason=str(error),
-            expected='{"capture_sizes": [...]}',
-        ) from error
 
 
 def render(result: dict[str, Any]) -> str:

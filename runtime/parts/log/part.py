@@ -7,6 +7,7 @@ step for one that does nothing (benchmarks/parts-cpu.json). Switch: `PIECEGRAPH_
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 from ....dispatch import Batch, Decision, PlanEntry
 from ....errors import InvalidArgument
 from ...capture.installed_graph import InstalledGraph
-from ...core.arguments import checked
+from ...core.arguments import checked, must_be_within
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Modes, Part, Run
@@ -81,6 +82,7 @@ class LogPart(Part):
     @checked
     def keep(self, count: int) -> None:
         """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
+        must_be_within("keep", "count", count, sys.maxsize)
         if self.step_log is not None:
             self.unobserve(self.step_log)
         self.step_log = StepLog(self._core.steps.dispatcher, count) if count else None

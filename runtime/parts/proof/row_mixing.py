@@ -34,6 +34,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,8 +74,9 @@ def known_mixed_rows(
         return find_mixed_rows(compiled, device, **asked)
     entry = cache.lookup(KNOWN, key, count=False)
     if isinstance(entry, Entry):
-        known: Any = entry.meta["found"]
-        return [RowsMixed(**facts) for facts in known]
+        known: Any = entry.meta.get("found")
+        with suppress(TypeError):  # what another version wrote is looked for again
+            return [RowsMixed(**facts) for facts in known]
     found = [*find_mixed_rows(compiled, device, **asked)]
     facts: list[Json] = [record.facts() for record in found if isinstance(record, RowsMixed)]
     if len(facts) == len(found):  # what could not run is tried again

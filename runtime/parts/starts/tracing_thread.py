@@ -113,7 +113,7 @@ class TracingThread:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the end; returns whether it has ended."""
-        self._thread.join(timeout_s)
+        self._thread.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
         return not self._thread.is_alive()
 
     def poll(self) -> bool:

@@ -18,7 +18,7 @@ from ....dispatch import Batch, Decision
 from ....errors import DummyStepFailed
 from ...capture.captures import Captures
 from ...capture.dummy_batch import MetadataFor
-from ...core.arguments import checked
+from ...core.arguments import checked, must_be_within
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Modes, Part
@@ -45,6 +45,7 @@ class StrategiesPart(Part):
         For an engine that is idle. With several ranks all must make the same call. With
         `bundle="serve"` it also switches to compiled code that is ready.
         """
+        must_be_within("capture_idle", "budget_ms", budget_ms)
         self._core.between_steps()
         captured = self.capturer.idle(budget_ms)
         self._core.link()
@@ -62,6 +63,7 @@ class StrategiesPart(Part):
         one. With several ranks all must make the same call. Raises LayerMissing and MetadataFailed
         as `capture` does.
         """
+        must_be_within("memory_plan", "utilization", utilization, 1.0)
         core = self._core
         core.make_ready(metadata_for)
         core.find_result_form()

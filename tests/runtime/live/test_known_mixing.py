@@ -3,11 +3,13 @@
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from piecegraph import Batch, Config, Events, compile_ahead, prepare
+from piecegraph.cache import Cache, Entry
 from piecegraph.runtime.parts.proof import row_mixing, row_trials
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows, keep_beside_steps
 from piecegraph.runtime.parts.proof.row_trials import Trials
@@ -59,6 +61,25 @@ def test_the_next_start_knows(start, looked, model):
     assert looked == []
     assert start(model, capture_sizes=(3, 8)) == found
     assert looked == [[3, 8]]
+
+
+@pytest.mark.parametrize("meta", [{}, {"found": [1]}, {"found": [{"rows": 2}]}, {"found": 3}])
+def test_what_another_version_has_written_is_looked_for_again(start, looked, monkeypatch, meta):
+    found = start(MixesRows)
+    monkeypatch.setattr(Cache, "lookup", with_meta(Cache.lookup, meta))
+    looked.clear()
+    assert start(MixesRows) == found
+    assert looked
+
+
+def with_meta(lookup, meta):
+    def changed(cache, kind, key, **options):
+        entry = lookup(cache, kind, key, **options)
+        if kind != row_mixing.KNOWN or not isinstance(entry, Entry):
+            return entry
+        return replace(entry, manifest=replace(entry.manifest, meta=meta))
+
+    return changed
 
 
 def test_other_weights_are_looked_at(prepare_live, looked):

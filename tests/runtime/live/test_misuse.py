@@ -1,6 +1,7 @@
 """What an engine's author passes by mistake is refused at once, in the words of the API."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,10 @@ Call = Callable[[PreparedModel, torch.Tensor], Any]
         (lambda p, x: p.keep_steps("2"), "count = '2'. Pass int"),
         (lambda p, x: p.capture_idle("1"), "budget_ms = '1'. Pass float"),
         (lambda p, x: p.memory_plan(0.5, x), "metadata_for = tensor"),
+        (lambda p, x: p.memory_plan(math.inf), "utilization = inf. Pass a number from 0 to 1"),
+        (lambda p, x: p.keep_steps(-1), "count = -1. Pass a number from 0 to"),
+        (lambda p, x: p.keep_steps(2**70), "count = "),
+        (lambda p, x: p.capture_idle(math.nan), "budget_ms = nan. Pass a number from 0 on"),
     ],
 )
 def test_what_is_passed_is_checked_when_it_is_passed(serve, call, words):
