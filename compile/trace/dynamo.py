@@ -30,7 +30,12 @@ from ...errors import (
     TransformInForward,
 )
 from ...events import Events
-from ...torch_compat.basics.symbolic import Symbolic, expression_of
+from ...torch_compat.basics.symbolic import (
+    Symbolic,
+    expression_of,
+    shape_guards,
+    sizes_by_source,
+)
 from ...torch_compat.basics.tensors import is_transformed
 from ...torch_compat.tracing.dynamo import (
     Captured,
@@ -318,18 +323,26 @@ def _structure(
 def _sizes_alone(
     captured: Captured, sources: Mapping[Node, Leaf | str | Place | None], examples: Examples
 ) -> dict[str, dict[int, torch.SymInt]]:
-    """By argument and dimension the sizes of which Dynamo made inputs of the graph, and of the
-    argument none: nothing else of it is read."""
+    """By argument and dimension the sizes of arguments of which Dynamo made no inputs of the graph,
+    but of one of their sizes, or a guard: nothing else of them is read."""
     shapes = [node.meta["example_value"].shape for node, leaf in sources.items() if leaf]
     known = {expression_of(size) for shape in shapes for size in shape if not isinstance(size, int)}
     found: dict[str, dict[int, torch.SymInt]] = {}
     labels = {id(leaf.value): leaf.label for leaf in examples.leaves()}
-    for node in (node for node, source in sources.items() if source is None):
-        read = re.fullmatch(r"(.+)\.size\(\)\[(\d+)\]", input_source(node))
-        if read and expression_of(size := node.meta["example_value"]) not in known:
-            label = labels[id(_value_of(read[1], captured))]
-            found.setdefault(label, {})[int(read[2])] = size
-    return found
+    alone = [node for node, source in sources.items() if source is None]
+    inputs = [(input_source(node), node.meta["example_value"]) for node in alone]
+    env = captured.fake_mode.shape_env
+    asked = {expression_of(size) for _, size in inputs}
+    asked |= {symbol for guard, _ in shape_guards(env) for symbol in guard.free_symbols}
+    read = set[str]()
+    for expression, size in (*inputs, *sizes_by_source(env)):
+        place = re.fullmatch(r"(.+)\.size\(\)\[(\d+)\]", expression)
+        if place is None or expression_of(size) in known:
+            continue
+        if label := labels.get(id(_value_of(place[1], captured))):
+            found.setdefault(label, {}).setdefault(int(place[2]), size)
+            read |= {label} if expression_of(size) in asked else set()
+    return {label: sizes for label, sizes in found.items() if label in read}
 
 
 def _add_input(

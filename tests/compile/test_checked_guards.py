@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, RuntimeMode, prepare
-from piecegraph.errors import GuardBroken
+from piecegraph.errors import GuardBroken, GuardUnproved
 
 from .models import X
 
@@ -72,3 +72,32 @@ def test_step_with_a_broken_guard_is_an_error(prepared):
     for size in (8, 16):
         with pytest.raises(GuardBroken, match="8"):
             model(torch.randn(size, 8), batch=batch(size))
+
+
+class Asks(nn.Module):
+    """Of its last argument it reads one size, to choose."""
+
+    def forward(self, x, mask):
+        return x * (2 if mask.shape[1] > 4 else 3)
+
+
+def test_a_size_that_only_a_guard_reads_is_known_by_its_name():
+    config = Config(
+        inputs={**X, "mask": "bool[num_tokens, num_patches]"},
+        compiler="eager",
+        cache=False,
+        max_num_tokens=16,
+        max_num_reqs=16,
+        graph_mode="NONE",
+        tracing={"symbol_limits": {"num_patches": (1, 6)}},
+    )
+    with pytest.raises(
+        GuardUnproved, match=r"num_patches > 4, .* num_patches = 1, 2, 3 \(4 in all"
+    ):
+        prepare(Asks(), config)
+    model, x = prepare(Asks(), config.changed(tracing={"guards": "check"})), torch.randn(3, 8)
+    assert torch.equal(model(x, torch.ones(3, 6) > 0, batch=batch(3)), x * 2)
+    with pytest.raises(GuardBroken, match="num_patches > 4"):
+        model(x, torch.ones(3, 4) > 0, batch=batch(3))
+    prepare(Asks(), config.changed(tracing={"symbol_limits": {"num_patches": (5, 6)}})).close()
+    model.close()

@@ -129,6 +129,14 @@ def shape_guards(env: Any, start: int = 0) -> list[Located]:
     return [(guard.expr, user_line(guard.sloc)) for guard in env.guards[start:]]
 
 
+def sizes_by_source(env: Any) -> Iterator[tuple[str, torch.SymInt]]:
+    """All backed sizes, each with the expression that reads it."""
+    for symbol, sources in env.var_to_sources.items():
+        for source in sources if symbol in env.backed_var_to_val else ():
+            number = traced_value(env, symbol)
+            yield str(source.name), env.create_symintnode(symbol, hint=number, source=source)
+
+
 def guards_of_run(env: Any) -> list[Located]:
     """Guards of a run without a trace, each with the line that asked for the size."""
     frames = [(guard.expr, getattr(guard.sloc, "framework_loc", None)) for guard in env.guards]
