@@ -23,6 +23,9 @@ from .signing import SigningKey, Trust
 LISTED = 32
 """Most entries that are compared with a key that the remote lacks: each takes a request."""
 
+ABSENT = (404, 410)
+"""What a server answers for a file that it does not have."""
+
 LEASE_REQUEST_SECONDS = 15.0
 """Most seconds of a request for a lease."""
 
@@ -77,7 +80,7 @@ class RemoteLayer:
         self._signer = signer
         self._seconds = seconds or RemoteSeconds()
         self._seconds_left = self._seconds.total
-        self._ignores_ranges = url.startswith(("http://", "https://"))  # some servers do
+        self._is_http = url.startswith(("http://", "https://"))
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
         self.leased: set[str] = set()  # entries that this process alone makes now
@@ -102,8 +105,9 @@ class RemoteLayer:
 
     def _fetch(self, path: str, size: int) -> Any:
         """The first `size` bytes, without receiving much more."""
-        if not self._ignores_ranges:
+        if not self._is_http:
             return self._files.cat_file(path, start=0, end=size)
+        # some servers ignore ranges
         with self._files.open(path, "rb") as file:
             return file.read(size)
 
@@ -202,7 +206,14 @@ class RemoteLayer:
         limit = min(self._seconds.request, limit)
         try:
             return _within(limit, lambda: request(f"{self._base}/{name}"))
-        except (FileNotFoundError, FileExistsError):
+        except FileExistsError:
+            raise
+        except FileNotFoundError as error:
+            cause = error.__cause__
+            is_absent = cause is None or isinstance(cause, FileNotFoundError)
+            # fsspec raises that for each failure of a server
+            if self._is_http and not is_absent and getattr(cause, "status", None) not in ABSENT:
+                raise OSError(f"{type(cause).__name__}: {cause}") from error
             raise
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {error}") from error

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import io
 import shutil
+import socket
 import threading
 import uuid
 
@@ -344,6 +345,43 @@ def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key):
         server.server_close()
     assert missed.reason == "damaged"
     assert Endless.sent < 64
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    """Answers what the first part of a path says."""
+
+    def do_GET(self):
+        self.send_response(int(self.path.split("/")[1]))
+        self.send_header("Location", self.path)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [("404", "absent"), ("500", "unreadable"), ("403", "unreadable"), ("302", "unreadable")],
+)
+def test_only_what_a_server_does_not_have_is_absent(key, answer, reason):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        remote = RemoteLayer(f"http://127.0.0.1:{server.server_port}/{answer}", trust_all)
+        missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
+        server.shutdown()
+    assert missed.reason == reason
+
+
+def test_a_required_server_that_is_down_is_an_error(key):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        remote = RemoteLayer(url, trust_all, failures="raise")
+        with pytest.raises(LayerFailed, match="Cannot connect"):
+            Cache(None, Events(), shared=[remote]).lookup("artifact", key)
 
 
 def test_http_files_are_read_only_as_far_as_needed(key, monkeypatch):
