@@ -303,7 +303,7 @@ class InputNotTraceable(CompileError):
 
 
 class ReturnsWeight(CompileError):
-    what = "the model returns {name}, a weight or buffer of its own"
+    what = "the model returns {name}, which it reads and does not compute"
     todo = "Return a clone of it, or read it from the model after the step."
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.proxy import GraphAppendingTracer
 
 from ...torch_compat.basics.symbolic import expression_of, fx_nodes_of
 from ..ir.ops import ALLOCATIONS
@@ -181,8 +182,9 @@ class _Builder:
         expression = expression_of(value)
         if expression.is_Integer:
             return int(expression)
+        tracer = GraphAppendingTracer(self.graph)  # functions as torch.sym_max need one for all
         placeholders = {
-            symbol: Proxy(self._input(symbol, self._symbols[symbol]))
+            symbol: Proxy(self._input(symbol, self._symbols[symbol]), tracer)
             for symbol in sorted(expression.free_symbols, key=str)
         }
         result = fx_nodes_of(expression, placeholders)

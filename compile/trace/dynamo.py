@@ -309,8 +309,9 @@ def _structure(
             returned[leaf.label] = leaf
             return Ref(f"L.{leaf.label}")
         if isinstance(value, torch.Tensor) and id(value) not in references:
-            name = repr(weights.get(id(value), f"a tensor of shape {list(value.shape)}"))
-            raise ReturnsWeight(name=name)
+            weight = weights.get(id(value))
+            other = f"a tensor of shape {list(value.shape)}, such as x.real"
+            raise ReturnsWeight(name=f"its weight or buffer {weight!r}" if weight else other)
         return references.get(id(value))
 
     structure = with_refs(result, ref)

@@ -169,6 +169,18 @@ def test_two_independent_sizes(compiled):
         made(torch.randn(2, 8), torch.randn(100, 8))
 
 
+class Largest(nn.Module):
+    def forward(self, x, image):
+        return x * max(x.shape[0], image.shape[0]), image.sum(0) / min(x.shape[0], image.shape[0])
+
+
+def test_the_larger_and_the_smaller_of_two_sizes(compiled):
+    inputs = {**X, "image": "float32[num_patches, 8]"}
+    made = compiled(Largest(), inputs=inputs, tracing={"symbol_limits": {"num_patches": (1, 99)}})
+    for patches in (1, 7, 99):
+        same(made, Largest(), torch.randn(7, 8), torch.randn(patches, 8))
+
+
 def test_size_in_the_second_dimension(compiled):
     class Rows(nn.Module):
         def __init__(self):

@@ -96,3 +96,13 @@ def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(returned, name
     prepared = prepare(Returning(returned), config)
     _, rest = prepared(torch.rand(3, HIDDEN), batch=Batch(3, 1))
     assert rest["of the model"].tolist() == [1, 1, 1]
+
+
+def test_a_part_of_an_input_that_no_operator_makes_is_called_no_weight():
+    class Real(torch.nn.Module):
+        def forward(self, x):
+            return x.real, x * 2
+
+    config = small_config(4, inputs={"x": "complex64[num_tokens, 4]"}, graph_mode="NONE")
+    with pytest.raises(ReturnsWeight, match=r"returns a tensor of shape .* such as x\.real, which"):
+        prepare(Real(), config)
