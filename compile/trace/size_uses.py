@@ -11,16 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ...torch_compat.basics.ops import (
-    is_higher_order,
     is_op,
     overload_name,
     overload_of,
@@ -72,6 +72,8 @@ class NumberUses(LightDispatchMode):
     of sizes alone hide none: a run sees all of their values.
     """
 
+    sees_inside = True
+
     def __init__(self, line: Callable[[], str | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[sympy.Expr, str | None] = {}
@@ -84,13 +86,12 @@ class NumberUses(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not is_higher_order(func):
-            numbers, sizes = scalar_and_size_arguments(func, args, kwargs or {})
-            read = [*_sizes_of(numbers), *_symbols(sizes)]
-            given = frozenset(map(expression_of, _symbolic(numbers)))
-            if given and _sizes_of(result) and not read:
-                given = frozenset()
-            self._note(func, given, tensors_in((args, kwargs)), tensors_in(result))
+        numbers, sizes = scalar_and_size_arguments(func, args, kwargs or {})
+        read = [*_sizes_of(numbers), *_symbols(sizes)]
+        given = frozenset(map(expression_of, _symbolic(numbers)))
+        if given and _sizes_of(result) and not read:
+            given = frozenset()
+        self._note(func, given, tensors_in((args, kwargs)), tensors_in(result))
         return result
 
     def _note(
@@ -111,6 +112,15 @@ class NumberUses(LightDispatchMode):
             shown = frozenset() if each.dtype == torch.bool and not of_data else numbers
             if shown or not of_data:
                 self.made[id(each)] = each, shown, of_data
+
+    def may_use(self, values: Any) -> None:
+        """An operator that cannot be run on fakes, such as a launch of a Triton kernel, is given
+        `values`: it may use each of their numbers."""
+        numbers = {expression_of(each) for each in _symbolic(values)}
+        numbers.update(*(self.made[id(t)][1] for t in tensors_in(values) if id(t) in self.made))
+        notes = self.found if self.is_run else self.hidden
+        for number in numbers - notes.keys():
+            notes[number] = self.line()
 
     def stated(self, labels: Labels) -> Iterator[SizeUse]:
         found = {each: self.found[each] for each in self.found.keys() - self.hidden.keys()}
@@ -134,9 +144,15 @@ def _sizes_of(values: Any) -> set[Any]:
 def uses_in_trace(graph: Graph, labels: Labels, splitting: Sequence[str]) -> tuple[SizeUse, ...]:
     """The sizes that operators of a traced graph are given as numbers. Ops of `splitting` run
     between pieces, and no run of a piece shows what they do with them."""
+
+    def value(arg: Node) -> Any:
+        if arg.op == "get_attr":  # what an operator of higher order calls
+            return attrgetter(str(arg.target))(graph.owning_module)
+        return arg.meta.get("example_value")
+
     uses = NumberUses(lambda: None)
     for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("example_value"))
+        args, kwargs = map_arg((node.args, node.kwargs), value)
         fakes = tensors_in(node.meta.get("example_value"))
         made = any(id(tensor) in uses.made for tensor in tensors_in((args, kwargs)))
         if not (fakes and (made or _symbols((args, kwargs)))):
@@ -146,9 +162,12 @@ def uses_in_trace(graph: Graph, labels: Labels, splitting: Sequence[str]) -> tup
         uses.is_run = not (is_op(target) and overload_name(overload_of(node)) in splitting)
         try:
             call = target if callable(target) else getattr(args[0], target)
-            with fakes[0].fake_mode, torch.no_grad(), uses:  # type: ignore[attr-defined]
+            mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
+            with mode, mode.shape_env.suppress_guards(), torch.no_grad(), uses:
                 result = call(*(args if callable(target) else args[1:]), **kwargs)
         except Exception:  # an operator that needs more than a node tells
+            uses.is_run &= all(arg.op != "get_attr" for arg in node.all_input_nodes)
+            uses.may_use((args, kwargs))
             continue
         for fake, tensor in zip(fakes, tensors_in(result), strict=False):
             if id(tensor) in uses.made:

@@ -96,14 +96,38 @@ def test_full_graphs_of_programs(name):
             torch.testing.assert_close(full_step(model, x), body(x))
 
 
-def test_a_number_of_tokens_beside_a_scan_is_seen():
-    def body(x):
-        total, _ = scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, x.t())
-        return x / (x.shape[0] / 1000 + 1) + total[:, None]  # no run shows such a difference
+def beside_a_scan(x):
+    total, _ = scan(lambda c, y: (c + y, c + y), x[:, 0] * 0, x.t())
+    return x / (x.shape[0] / 1000 + 1) + total[:, None]  # no run shows such a difference
 
-    model = prepared(body, compile=False)
-    x = torch.randn(3, 4)
+
+def inside_a_scan(x):
+    rows = x.shape[0]
+    return x + scan(lambda c, y: (c + y, y.clamp(max=rows + 20.0)), x[:, 0] * 0, x.t())[1].t()
+
+
+def inside_a_cond(x):
+    rows = x.shape[0]
+    return torch.cond(rows < 100, lambda y: y.clamp(max=rows + 20.0), lambda y: y - 1, (x,))
+
+
+@pytest.mark.parametrize("way", BOTH)
+@pytest.mark.parametrize("body", [beside_a_scan, inside_a_scan, inside_a_cond])
+def test_a_number_of_tokens_beside_or_inside_an_operator_of_higher_order_is_seen(body, way):
+    model = prepared(body, **way)
+    x = torch.full((3, 4), 100.0)
     decision = model.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
+    torch.testing.assert_close(model.run(decision, x), body(x))
+
+
+def test_rows_of_a_scan_are_padded_where_none_takes_a_number_of_tokens():
+    def body(x):
+        zeros = torch.zeros(x.shape[0])
+        return x + scan(lambda c, y: (c + y, c * y + zeros), x[:, 0] * 0, x.t())[1].t()
+
+    model, x = prepared(body, compiler="eager"), torch.randn(3, 4)
+    decision = model.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
+    assert decision.mode is pg.RuntimeMode.FULL
     torch.testing.assert_close(model.run(decision, x), body(x))
 
 
