@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from ..errors import NotPortable, ResultFormUnknown
+from ..torch_compat.basics.symbolic import Symbolic
 from ..torch_compat.basics.tensors import (
-    FakeTensorMode,
+    fresh_fake_mode,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
 )
 from .held_values import trial_run
@@ -225,17 +227,21 @@ def _fake_result(
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     try:
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = fresh_fake_mode()  # sizes inside may depend on data
         with trial_run(model), fake_mode, torch.no_grad():
             fakes = examples.with_tensors(resized)
             args, kwargs = fakes.call_arguments()
             inputs = [leaf.value for leaf in _tensors(fakes)]
             with FakeWrites(fake_mode) as writes:
                 result = model(*args, **kwargs)
-            return result, [writes.include(tensor) for tensor in inputs]
+            written = [writes.include(tensor) for tensor in inputs]
     except Exception as error:
         reason = f"at {sizes} it raises {type(error).__name__}: {first_line(error)}"
         raise ResultFormUnknown(where=error_line(error), reason=reason) from error
+    shapes = (tensor.shape for tensor in _without_tensors(result)[1])
+    if any(isinstance(each, Symbolic) for each in tree_leaves([result, *shapes])):
+        raise ResultFormUnknown(reason="a size or a number of it depends on data")
+    return result, written
 
 
 def _size_uses(request: CompileRequest, examples: Examples, plan: Plan) -> Iterator[SizeUse]:

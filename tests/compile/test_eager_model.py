@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 
 from piecegraph.errors import ArgumentFixed, NotPortable, ResultFormUnknown
 
@@ -33,6 +34,35 @@ def test_number_that_varies_with_the_size_is_not_taken_for_a_constant(compiled):
 def test_collection_of_another_class_is_refused(compiled):
     with pytest.raises(NotPortable, match="defaultdict"):
         compiled(Body(lambda m, x: defaultdict(list, a=x * 2)), inputs=X, compile=False)
+
+
+def by_expert(m, x):
+    result, expert = torch.zeros_like(x), (x[:, 0] > 0).long()
+    for number in range(2):
+        (rows,) = torch.where(expert == number)
+        result.index_add_(0, rows, m.linear(x[rows]) * (number + 1))
+    return result
+
+
+def halved(m, x):
+    return while_loop(lambda y: y.abs().amax() > 0.1, lambda y: (y * 0.5,), (x,))[0]
+
+
+@pytest.mark.parametrize("forward", [by_expert, halved])
+def test_sizes_inside_may_depend_on_data(compiled, forward):
+    model = Body(forward)
+    made = compiled(model, inputs=X, compile=False)
+    for rows in (1, 7, 30):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(made(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda m, x: x[x[:, 0] > 0], lambda m, x: (x * 2, x.sum().item())]
+)
+def test_a_result_of_which_a_size_or_a_number_depends_on_data_is_refused(compiled, forward):
+    with pytest.raises(ResultFormUnknown, match="a size or a number of it depends on data"):
+        compiled(Body(forward), inputs=X, compile=False)
 
 
 class Masked(nn.Module):

@@ -246,7 +246,7 @@ def fresh_fake_mode() -> Any:
     """A fake mode with its own shape environment."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode(shape_env=ShapeEnv())
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
 def is_faking() -> bool:
