@@ -222,7 +222,18 @@ def run_source(source: str, args: list[Any]) -> Any:
     """Run the source of a piece."""
     names = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     exec(_code(source), names)
-    return names["Piece"].forward(None, *args)  # type: ignore[attr-defined]
+    return _module(names["Piece"]).forward(*args)  # type: ignore[arg-type]
+
+
+def _module(kind: type[torch.nn.Module]) -> Any:
+    """A module of a class in the source of a piece. Those inside are its modules: an operator of
+    higher order calls them."""
+    module = kind()
+    for name, inner in [*vars(kind).items()]:
+        if isinstance(inner, type):
+            delattr(kind, name)
+            setattr(module, name, _module(inner))
+    return module
 
 
 def same_size(eps: float) -> float:
