@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import piecegraph as pg
 from piecegraph.compile.conditions.conditions import checked
 from piecegraph.errors import ModelChanged
 from piecegraph.runtime.parts.checks import model_check
+from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
 
 pytestmark = pytest.mark.compile
 
@@ -204,6 +206,22 @@ def step(prepared, x):
 def run_steps(prepared, x, count):
     for _ in range(count):
         step(prepared, x)
+
+
+@pytest.mark.parametrize("hidden", [nullcontext, unseen_by_other_threads])
+def test_what_a_symbolic_tracer_replaces_while_it_runs_is_no_change(prepared, hidden):
+    """A thread of ours that builds libraries uses one beside steps, and so may the engine."""
+    original, seen = nn.Module.__call__, []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(nn.Module.__call__ is original)
+            prepared.refresh()
+            return x
+
+    with hidden():
+        torch.fx.symbolic_trace(Looks())
+    assert seen == [False]
 
 
 @pytest.mark.parametrize("change", CHANGES)

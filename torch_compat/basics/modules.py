@@ -18,6 +18,10 @@ CALL_METHODS = ("_call_impl", "_wrapped_call_impl")
 """What `Module.__call__` runs; Dynamo takes it as constant."""
 
 
+_TRACERS = ("torch.fx._symbolic_trace", "piecegraph.torch_compat.tracing.other_threads")
+"""Modules of what replaces methods of `Module` while a symbolic tracer runs."""
+
+
 def forward_hooks(module: torch.nn.Module) -> dict[str, list[Any]]:
     """The forward hooks of one module, by kind."""
     kinds = ("_forward_pre_hooks", "_forward_hooks")
@@ -44,10 +48,16 @@ def called_function(model: torch.nn.Module) -> Any:
 
 
 def untagged(function: Any) -> Any:
-    """What Dynamo's own `Module.__init__` or `__setstate__` calls, which it installs in a process
-    for good when it first compiles there; None for another function."""
-    is_tagging = getattr(function, "__module__", "") == "torch._dynamo.mutation_guard"
-    cells = function.__closure__ if is_tagging and isinstance(function, FunctionType) else None
+    """What a replaced method of `Module` calls; None for another function.
+
+    Dynamo replaces `__init__` and `__setstate__` in a process for good when it first compiles
+    there, symbolic tracers `__call__` and `__getattr__` while they run: ours for one thread alone.
+    """
+    if not isinstance(function, FunctionType):
+        return None
+    if function.__globals__.get("__name__") in _TRACERS:
+        return vars(function).get("__wrapped__")
+    cells = function.__closure__ if function.__module__ == "torch._dynamo.mutation_guard" else None
     return cells[0].cell_contents if cells else None
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import wraps
 from inspect import unwrap
 from typing import Any
 
@@ -100,6 +101,7 @@ def _patch_for_one_thread(thread: int, changes: list[str]) -> Callable[..., None
     def patch_method(self: Any, cls: type, name: str, new: Any, deduplicate: bool = True) -> None:
         before = getattr(cls, name)
 
+        @wraps(before)
         def method(*args: Any, **kwargs: Any) -> Any:
             return (new if threading.get_ident() == thread else before)(*args, **kwargs)
 
