@@ -245,8 +245,8 @@ class SettingsChanged(CompileError):
 
 
 class TransformInForward(CompileError):
-    what = "the model uses a function transform, such as torch.vmap, in its forward"
-    todo = "Write that line with batched operations, or move it into a custom op."
+    what = "the model uses a function transform in its forward, as torch.vmap and flex_attention do"
+    todo = "Write that line with batched operations, move it into a custom op, or set compile=False."
 
 
 class FakeMissing(CompileError):
