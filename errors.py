@@ -246,7 +246,7 @@ class SettingsChanged(CompileError):
 
 class TransformInForward(CompileError):
     what = "the model uses a function transform in its forward, as torch.vmap and flex_attention do"
-    todo = "Write that line with batched operations, move it into a custom op, or set compile=False."
+    todo = "Use batched operations there, move the line into a custom op, or set compile=False."
 
 
 class FakeMissing(CompileError):

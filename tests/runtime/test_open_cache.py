@@ -75,10 +75,9 @@ def test_directory_that_cannot_be_created_is_an_event(tmp_path):
     assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"], ids=["nul", "surrogate"])
-def test_a_name_that_no_directory_can_have_is_an_event(name):
+def test_a_name_that_no_directory_can_have_is_an_event():
     events = Events()
-    cache = open_cache(Config(cache_dir=name), events)
+    cache = open_cache(Config(cache_dir="a\0b"), events)
     assert cache.private is None
     assert events.named("cache.unusable")
 
