@@ -39,7 +39,7 @@ from ...torch_compat.basics.tensors import LightDispatchMode, tree_leaves
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..ir.config import TOKENS, DynamicShapes
 from ..ir.locations import node_location, short_location, user_line
-from ..ir.ops import FakeWrites, tensors_in
+from ..ir.ops import FakeWrites, tensors_in, written_by
 from ..ir.plan import SizeUse
 from .examples import Dims
 
@@ -91,7 +91,8 @@ class NumberUses(LightDispatchMode):
         given = frozenset(map(expression_of, _symbolic(numbers)))
         if given and _sizes_of(result) and not read:
             given = frozenset()
-        self._note(func, given, tensors_in((args, kwargs)), tensors_in(result))
+        written = written_by(func, args, kwargs or {})
+        self._note(func, given, tensors_in((args, kwargs)), [*tensors_in(result), *written])
         return result
 
     def _note(
@@ -154,15 +155,16 @@ def uses_in_trace(graph: Graph, labels: Labels, splitting: Sequence[str]) -> tup
     for node in graph.nodes:
         args, kwargs = map_arg((node.args, node.kwargs), value)
         fakes = tensors_in(node.meta.get("example_value"))
+        some = fakes or tensors_in((args, kwargs))  # of an op that writes and returns nothing
         made = any(id(tensor) in uses.made for tensor in tensors_in((args, kwargs)))
-        if not (fakes and (made or _symbols((args, kwargs)))):
+        if not (some and (made or _symbols((args, kwargs)))):
             continue
         target: Any = node.target
         uses.line = partial(short_location, node_location(node))
         uses.is_run = not (is_op(target) and overload_name(overload_of(node)) in splitting)
         try:
             call = target if callable(target) else getattr(args[0], target)
-            mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
+            mode: Any = some[0].fake_mode  # type: ignore[attr-defined]
             with mode, mode.shape_env.suppress_guards(), torch.no_grad(), uses:
                 result = call(*(args if callable(target) else args[1:]), **kwargs)
         except Exception:  # an operator that needs more than a node tells

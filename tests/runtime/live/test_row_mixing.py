@@ -335,6 +335,15 @@ OPS.define("times_int(Tensor x, int n) -> Tensor")
 for name in ("times", "times_int"):
     OPS.impl(name, lambda x, n: x * n, "CompositeExplicitAutograd")
     torch.library.register_fake(f"row_mixing::{name}", lambda x, n: torch.empty_like(x), lib=OPS)
+OPS.define("scale_into(Tensor x, SymInt n, Tensor(a!) out) -> ()")
+
+
+def scale_into(x, n, out):
+    out.copy_(x * (1 + n / 1000))  # no run of two sizes shows such a difference
+
+
+OPS.impl("scale_into", scale_into, "CompositeExplicitAutograd")
+torch.library.register_fake("row_mixing::scale_into", lambda x, n, out: None, lib=OPS)
 OPS.define("attend(Tensor query, Tensor(a!) output) -> ()")
 
 
@@ -373,6 +382,23 @@ def test_a_number_of_tokens_that_a_splitting_op_is_given_is_that_of_the_batch(op
     found = prepared.report()["rows_mixed"]
     assert found
     assert all("test_row_mixing.py:" in each["where"] for each in found)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("then", [lambda out: out + 1, lambda out: out.clamp(max=0.5)])
+def test_a_number_of_tokens_is_seen_in_an_op_that_returns_nothing(then, splits):
+    def scaled(y):
+        out = torch.empty_like(y)
+        torch.ops.row_mixing.scale_into(y, y.shape[0], out)
+        return then(out)
+
+    splitting_ops = ("row_mixing::scale_into",) if splits else ()
+    prepared, model = prepared_for(scaled, splitting_ops=splitting_ops)
+    for num_tokens in (1, 3, 4, 7):
+        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
+        result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
+        torch.testing.assert_close(result, model(x, ids))
+    assert prepared.report()["rows_mixed"]
 
 
 @pytest.mark.parametrize("mixes", [False, True])
