@@ -31,12 +31,6 @@ def bug(tmp_path_factory):
     return folder
 
 
-def test_a_bug_report_replaces_no_other_file_of_steps(tmp_path, capsys):
-    command = ["run", *FEW, "--record", str(tmp_path / "a.pt"), "--bug-report", str(tmp_path / "b")]
-    assert main(command) == 2
-    assert "--record = " in capsys.readouterr().err
-
-
 def test_a_miss_is_explained(tmp_path):
     """piecegraph: what differs from the nearest bundle."""
     config = pg.Config(**CONFIG, cache_dir=tmp_path)

@@ -294,3 +294,9 @@ def test_the_shell_completes_commands(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([])
     assert capsys.readouterr().out.split() == ["cache"]
+
+
+def test_a_bug_report_replaces_no_other_file_of_steps(tmp_path, capsys):
+    command = ["run", "--record", str(tmp_path / "a.pt"), "--bug-report", str(tmp_path / "b")]
+    assert main(command) == 2
+    assert "--record = " in capsys.readouterr().err

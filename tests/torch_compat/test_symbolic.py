@@ -215,3 +215,10 @@ def test_a_run_on_symbolic_inputs_has_its_choices_with_their_lines():
         assert y.shape[0].node.expr == symbol
         found = [(str(guard), line) for guard, line in symbolic.guards_of_run(env)]
     assert any(str(symbol) in text and (line or "").startswith(__file__) for text, line in found)
+
+
+def test_all_sizes_are_known_by_what_reads_them():
+    env, made = sizes()
+    found = dict(symbolic.sizes_by_source(env))
+    assert [int(size.node.hint) for size in found.values()] == [5, 6]
+    assert [size.node.expr for size in found.values()] == [size.node.expr for size in made]

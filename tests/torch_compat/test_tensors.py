@@ -392,3 +392,24 @@ def test_containers_come_before_what_they_hold():
     value = {"a": [1, None], "b": Pair(2, ())}
     found = [(path, type(each)) for path, each in tensors.containers_with_paths(value)]
     assert found == [((), dict), (("a",), list), (("b",), Pair), (("b", "right"), tuple)]
+
+
+class OwnFunction(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class OwnDispatch(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_classes_with_operators_of_their_own():
+    plain = torch.ones(2)
+    parameter = torch.nn.Parameter(plain)
+    function = plain.as_subclass(OwnFunction)
+    assert list(map(tensors.has_own_operators, (plain, parameter, function))) == [0, 0, 1]
+    classes = (torch.Tensor, torch.nn.Parameter, OwnFunction, OwnDispatch)
+    assert list(map(tensors.has_own_dispatch, classes)) == [0, 0, 0, 1]

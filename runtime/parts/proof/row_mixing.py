@@ -132,6 +132,8 @@ def find_mixed_rows(
         args, outs = ([each.name for each in values] for values in (plan.inputs, plan.results))
         steps = {0: PieceStep(piece=0, args=tuple(args), outs=tuple(outs))}
     largest = {**others, TOKENS: max(low, 2)} | most
+    if sized and size != TOKENS:
+        others = others | {size: sized[0][size]}
     given = (untraced, device, largest, sentinels, others)
     trials = [Trials(compiled, step, *given) for step in steps.values()]
     failed = dict[int, str]()
@@ -235,7 +237,7 @@ def _sizes(plan: Plan, padded: str, others: Sizes) -> tuple[Sizes, Sizes] | None
     (low, high), limits = _limits(plan), {s.label: (s.low, s.high) for s in plan.symbols}
     least, most = (low, high) if padded == TOKENS else limits[padded]
     real = {**others, TOKENS: min(max(low, 2), high)}
-    real[padded] = max(least, min(real[padded], most - _PADDING))
+    real[padded] = max(least, min(real[padded], max(1, most - _PADDING)))
     size = min(real[padded] + _PADDING, most)
     return (real, real | {padded: size}) if size > real[padded] else None
 

@@ -324,11 +324,14 @@ class Trials:
         if name in self._targets or name in {symbol.name for symbol in plan.symbols}:
             return _NO_ROWS, _NO_ROWS
         dtype, dims = form_of(plan, name)
-        rows = _random(dtype, _shape(dims, self.largest, plan), generator)
+        last = int(min(self.others.values()) > 1)  # row that an integer points to
+        rows = _random(dtype, _shape(dims, self.largest, plan), generator, last)
         if self._sentinel(name) in (0, 1):
             rows.fill_(1 - self._sentinel(name))  # type: ignore[operator]
         elif alike and not (rows.is_floating_point() or rows.is_complex()):
-            rows.fill_(1)  # extreme padding is 0 there, as padding is where nothing else is stated
+            rows.fill_(
+                last
+            )  # extreme padding is 0 there, as padding is where nothing else is stated
         symbolic = [dim for dim, size in enumerate(dims) if isinstance(size, str)]
         for dim in symbolic if alike else ():
             rows.copy_(rows.narrow(dim, 0, 1).expand_as(rows).clone())
@@ -511,8 +514,8 @@ def _last(padded: tuple[slice, ...], real: tuple[slice, ...], padding: int) -> t
     return tuple(slice(n - (n - m) // padding if n > m else 0, n) for n, m in sizes)
 
 
-def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
+def _random(dtype: str, shape: Shape, generator: torch.Generator, last: int) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point or kind.is_complex:
         return (torch.rand(shape, generator=generator, device="cpu") + 0.5).to(kind)
-    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(kind)
+    return torch.randint(0, last + 1, shape, generator=generator, device="cpu").to(kind)

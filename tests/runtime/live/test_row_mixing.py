@@ -433,20 +433,24 @@ class Attends(nn.Module):
         self.lookup = lookup
 
     def forward(self, x, image, places):
-        if self.lookup:
+        if self.lookup == "index":
             return x + image[places]
+        if self.lookup == "compare":
+            rows = torch.arange(image.shape[0])
+            return x + (places[:, None] == rows).float() @ image
         return x + (x @ image.t()).softmax(-1) @ image
 
 
-@pytest.mark.parametrize("lookup", [False, True])
-def test_padding_of_another_size_reaches_no_row(lookup):
+@pytest.mark.parametrize("limits", [(1, 8), (0, 4), (0, 2), (1, 2)])
+@pytest.mark.parametrize("lookup", ["", "index", "compare"])
+def test_padding_of_another_size_reaches_no_row(lookup, limits):
     config = small_config(
         inputs={
             "x": "float32[num_tokens, 4]",
             "image": "float32[num_patches, 4]",
             "places": "int64[num_tokens]",
         },
-        tracing={"symbol_limits": {"num_patches": (1, 8)}},
+        tracing={"symbol_limits": {"num_patches": limits}},
         capture_sizes=(4, 8),
     )
     model = Attends(lookup)
