@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -105,9 +106,8 @@ class NumberUses(LightDispatchMode):
         numbers = given.union(*(each[1] for each in known))
         hidden = numbers if of_data and _HIDING.fullmatch(name) else frozenset[sympy.Expr]()
         hidden |= frozenset() if self.is_run else given
-        for notes, noted in ((self.found, given), (self.hidden, hidden)):
-            for number in noted - notes.keys():
-                notes[number] = self.line()
+        self._add(self.found, given)
+        self._add(self.hidden, hidden)
         for each in results:
             self.made.pop(id(each), None)
             shown = frozenset() if each.dtype == torch.bool and not of_data else numbers
@@ -119,7 +119,9 @@ class NumberUses(LightDispatchMode):
         `values`: it may use each of their numbers."""
         numbers = {expression_of(each) for each in _symbolic(values)}
         numbers.update(*(self.made[id(t)][1] for t in tensors_in(values) if id(t) in self.made))
-        notes = self.found if self.is_run else self.hidden
+        self._add(self.found if self.is_run else self.hidden, numbers)
+
+    def _add(self, notes: dict[Any, str | None], numbers: AbstractSet[Any]) -> None:
         for number in numbers - notes.keys():
             notes[number] = self.line()
 

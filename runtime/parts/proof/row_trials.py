@@ -324,14 +324,13 @@ class Trials:
         if name in self._targets or name in {symbol.name for symbol in plan.symbols}:
             return _NO_ROWS, _NO_ROWS
         dtype, dims = form_of(plan, name)
-        last = int(min(self.others.values()) > 1)  # row that an integer points to
+        last = int(min(self.others.values()) > 1)  # integers may point to rows
         rows = _random(dtype, _shape(dims, self.largest, plan), generator, last)
         if self._sentinel(name) in (0, 1):
             rows.fill_(1 - self._sentinel(name))  # type: ignore[operator]
         elif alike and not (rows.is_floating_point() or rows.is_complex()):
-            rows.fill_(
-                last
-            )  # extreme padding is 0 there, as padding is where nothing else is stated
+            # extreme padding is 0 there, as padding is where nothing else is stated
+            rows.fill_(last)
         symbolic = [dim for dim, size in enumerate(dims) if isinstance(size, str)]
         for dim in symbolic if alike else ():
             rows.copy_(rows.narrow(dim, 0, 1).expand_as(rows).clone())
