@@ -15,7 +15,12 @@ from ....compile.guards.tolerance import compare, differences
 from ....compile.held_values import HeldValues
 from ....compile.ir.ops import tensors_in
 from ....dispatch import NO_GRAPH, BatchDescriptor, Decision, Reason, RuntimeMode
-from ....torch_compat.basics.tensors import storage_id, tree_leaves, tree_map_only
+from ....torch_compat.basics.tensors import (
+    part_of_storage,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 from ...capture.dummy_batch import model_state
 from ...core.preserved import SavedMemory
 from ...core_model import CoreModel
@@ -88,7 +93,7 @@ class StepRuns:
         )
 
     def state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
-        """What a step may write, by name: each memory once."""
+        """What a step may write, by name: each place once. Views of one memory are several."""
         compiled, context = self._steps.code_of(args, kwargs).compiled, self._steps.context
         written = [item.written for item in compiled.plan.inputs]
         inputs = tensors_in((args, kwargs))
@@ -99,8 +104,11 @@ class StepRuns:
         }
         if any(written):
             named |= {f"input {n}": tensor for n, tensor in enumerate(inputs)}
-        each_once = {storage_id(tensor): (name, tensor) for name, tensor in named.items()}
-        return dict(each_once.values())
+        places = {
+            (storage_id(tensor), tensor.dtype, *part_of_storage(tensor)): (name, tensor)
+            for name, tensor in named.items()
+        }
+        return dict(places.values())
 
     def held(self) -> HeldValues:
         """Attributes of the model and the layers."""

@@ -329,6 +329,32 @@ def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, tempor
     assert stopped.detail == "aten::add_ [1]"
 
 
+def test_each_view_of_one_memory_is_state(prepare_live, temporary_op):
+    """One was restored before each run of a proof; in the others each run added once more."""
+
+    def add(x, out):
+        for view in get_forward_context().layers["stage"].views:
+            view.add_(x[0, 0])
+        out.copy_(x)
+
+    op = temporary_op("live_tests::add", "(Tensor x, Tensor(a!) out) -> ()", add)
+
+    class Adding(Model):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.ops.live_tests.add(x, out)
+            return super().forward(out)
+
+    served = prepare_live(Adding(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served.prepared.capture()
+    served.stage.views = torch.zeros(3, 1).unbind()
+    for _ in range(2):
+        served.prepared(torch.ones(3, HIDDEN), batch=Batch(3, 1))
+    assert [view.item() for view in served.stage.views] == [2, 2, 2]
+    facts = served.prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"], facts["skipped"]) == ([], None, {})
+
+
 def test_a_proof_that_fails_on_metadata_with_padding_says_how_to_state_it(temporary_op):
     def scale(x, out):
         out.copy_(x * get_forward_context().metadata)
