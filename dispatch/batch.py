@@ -69,12 +69,21 @@ def wrong_type(batch: Any) -> str | None:
             return f"{name} is {value!r}, not an int"
     for name in ("is_decode", "cascade"):
         value = getattr(batch, name)
-        if type(value) is not bool and value not in (False, True):
+        if type(value) is not bool and not _is_flag(value):
             return f"{name} is {value!r}, not a bool"
     axes: Any = batch.axes
     if axes is not None and not isinstance(axes, Mapping):
         return f"axes is {axes!r}, not a mapping of names to ints"
     return None
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it equals a bool, as one of numpy does. A tensor is found by its hash to be none: to
+    compare it would read it from the device, or raise."""
+    try:
+        return value in {False, True}
+    except TypeError:  # no hash: an array
+        return False
 
 
 @dataclass(frozen=True, slots=True)

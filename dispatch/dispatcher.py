@@ -95,7 +95,7 @@ class Dispatcher:
         if allowed_modes is None and excluded_modes is None:
             try:
                 decision = self._fast_path(batch)
-            except (AttributeError, TypeError):  # no batch: refused below
+            except Exception:  # no batch, or a fact such as a tensor: refused below
                 decision = None
             if decision is not None:
                 return decision

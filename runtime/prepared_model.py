@@ -238,6 +238,7 @@ class PreparedModel:
         self._core.must_be_open()
         return self._core.refresh()
 
+    @checked
     def release(self, keep: Literal["plan"] | None = None) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again.
 
@@ -250,10 +251,6 @@ class PreparedModel:
 
         Raises InvalidArgument for another `keep`.
         """
-        if keep not in (None, "plan"):
-            raise InvalidArgument(
-                call="release", name="keep", value=repr(keep), expected='"plan", or None'
-            )
         self._core.steps.must_be_idle()
         self._core.release(keep_plan=keep is not None)
 

@@ -8,7 +8,7 @@ from functools import wraps
 from math import inf
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ...errors import InvalidArgument
 
@@ -48,6 +48,8 @@ def _fits(value: Any, kind: Any) -> bool:
     origin, given = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in given)
+    if origin is Literal:
+        return isinstance(value, str) and value in given
     if origin is Sequence and isinstance(value, Sequence):
         return all(_fits(each, given[0]) for each in value)
     if getattr(kind, "_is_protocol", False) or origin is Callable:

@@ -1,5 +1,6 @@
 """The dispatcher: worked examples, and each reason."""
 
+import numpy
 import pytest
 import torch
 
@@ -383,6 +384,14 @@ def test_the_tables_of_rare_batches_are_bounded():
     assert max(len(table.decisions) for table in it._live.by_class.values()) <= 8 + 1 + 256
 
 
+def replaced(**facts):
+    """A batch to which an engine sets facts after it was made."""
+    batch = Batch(4, 4, is_decode=True, query_len=1)
+    for name, value in facts.items():
+        setattr(batch, name, value)
+    return batch
+
+
 @pytest.mark.parametrize(
     ("batch", "field"),
     [
@@ -398,6 +407,11 @@ def test_the_tables_of_rare_batches_are_bounded():
         (Batch(4, 2, is_decode=True, max_query_len=2.5), "max_query_len"),
         (Batch(4, 4, is_decode="no", query_len=1), "is_decode"),
         (Batch(4, 4, cascade="no"), "cascade"),
+        (lambda: Batch(4, 4, is_decode=torch.tensor([True, False])), "is_decode is tensor"),
+        (lambda: Batch(4, 4, is_decode=torch.tensor(True)), "is_decode is tensor"),
+        (lambda: Batch(4, 4, cascade=numpy.array([True])), "cascade is array"),
+        (lambda: Batch(4, 4, num_loras=numpy.array([1, 0])), "num_loras is array"),
+        (lambda: replaced(num_reqs=torch.tensor([1, 0])), "num_reqs is tensor"),
         (Batch(4, 4, axes=["a"]), "axes"),
         (Batch(3, 0), "num_reqs is 0"),
         (Batch(6, 2, is_decode=True, query_len=3, max_query_len=1), "max_query_len is 1"),
