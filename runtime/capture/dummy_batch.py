@@ -1,10 +1,10 @@
 """Dummy batches: what captures, probes and warm-up runs execute instead of a real step.
 
 A dummy batch has zero real rows. It does execute, so it must leave no trace: every input holds its
-padding value, and random generators, buffers of the engine and the model's own buffers that the
-code writes to are restored afterwards. Memory that a splitting op reaches by itself, such as a KV
-cache in the forward context, is protected by what the padding values point to, e.g. a reserved
-cache slot.
+padding value, and random generators, buffers of the engine, the model's own buffers that the code
+writes to, and what `metadata_for` writes are restored afterwards. Memory that a splitting op
+reaches by itself, such as a KV cache in the forward context, is protected by what the padding
+values point to, e.g. a reserved cache slot.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from ...compile.held_values import HeldValues
 from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import error_line, first_line
+from ...compile.ir.ops import written_by
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import FORM, BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import (
@@ -31,11 +32,12 @@ from ...errors import (
     SetUpOnFirstUse,
 )
 from ...torch_compat.basics.devices import devices_in_use
-from ...torch_compat.basics.tensors import storage_id
+from ...torch_compat.basics.ops import is_mutable
+from ...torch_compat.basics.tensors import LightDispatchMode, has_plain_memory, storage_id
 from ..backends.ownership import memory_of
 from ..core.code import ModelCode
 from ..core.exchange import CaptureAgreement, Exchange
-from ..core.preserved import preserve
+from ..core.preserved import SavedMemory, preserve
 from ..core.static_inputs import BoundInputs
 from ..forward_context import ForwardContext, forward_context
 from ..tensors_by_path import tensors_by_path
@@ -80,6 +82,8 @@ class DummyBatches:
         self._changed_by_each_run: dict[ModelCode, Callable[[], AbstractContextManager[None]]] = {}
         """Restores at its end what no form of state tells."""
         self._refused: DummyStepFailed | None = None
+        self._undo: list[Callable[[], None]] = []
+        """What restores the metadata of the engine, in the reverse order."""
 
     @contextmanager
     def batch(
@@ -101,7 +105,7 @@ class DummyBatches:
             raise self._refused
         try:
             in_context = self._in_context(descriptor, mode, inputs, state.values(), is_first)
-            with self._around(), in_context as views:
+            with self._metadata_kept(), self._around(), in_context as views:
                 if is_first:
                     with agreeing(agreement):
                         self._run_twice(code, views, state)
@@ -149,6 +153,23 @@ class DummyBatches:
             known = ", ".join(map(str, layers)) or "none"
             raise LayerMissing(where=error_line(error), layer=error.args[0], known=known) from error
 
+    @contextmanager
+    def _metadata_kept(self) -> Iterator[None]:
+        """What `metadata_for` writes is as before at the end: it may be that of the next step, in a
+        capture between the two. That is what objects and tensors of the last metadata hold, and
+        other memory to which operators write."""
+        last = self.context.metadata
+        tensors = [each for _, each in tensors_by_path("metadata", last) if has_plain_memory(each)]
+        self._undo = [
+            HeldValues({"metadata": last}, depth=3).restore,
+            SavedMemory(tensors, ()).restore,
+        ]
+        try:
+            yield
+        finally:
+            while self._undo:
+                self._undo.pop()()
+
     def renew_metadata(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> None:
         """Give the context other metadata of a batch; None without a function that makes it.
 
@@ -156,7 +177,8 @@ class DummyBatches:
         """
         make = self.metadata_for
         try:
-            self.context.metadata = make(descriptor, mode) if make else None
+            with _Undoing(self._undo):
+                self.context.metadata = make(descriptor, mode) if make else None
         except torch.OutOfMemoryError:
             raise  # not an error of the caller: a smaller batch may fit
         except Exception as error:
@@ -224,6 +246,32 @@ class DummyBatches:
         """The static inputs of a graph."""
         code = self.code_of(self._plan.entries[graph_index].descriptor)
         return code.inputs.at(self.sizes(graph_index))
+
+
+class _Undoing(LightDispatchMode):
+    """Adds to `undo` what restores the memory that an operator writes, except what was made inside.
+    Of a tensor above 16 MiB nothing is kept."""
+
+    def __init__(self, undo: list[Callable[[], None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._undo = undo
+        self._made = dict[int, Tensor]()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Regions that the engine compiles run compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        written = memory_of(list(written_by(func, args, given))) if is_mutable(func) else []
+        if written := [each for each in written if storage_id(each) not in self._made]:
+            self._undo.append(SavedMemory(written, ()).restore)
+        result = func(*args, **given)
+        read = set(map(storage_id, memory_of((args, given))))
+        made = {storage_id(each): each for each in memory_of(result)}
+        self._made |= {place: each for place, each in made.items() if place not in read}
+        return result
 
 
 def model_state(compiled: CompiledModel) -> dict[str, Tensor]:

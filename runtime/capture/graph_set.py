@@ -13,6 +13,7 @@ from ...dispatch import Dispatcher, PlanEntry, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
 from ..backends.protocol import GraphBackend
 from ..core.code import ModelCode
+from ..tensors_by_path import tensors_by_path
 from .breaks import recordable
 from .dummy_batch import DummyBatches, constant_storages
 from .installed_graph import BoundRecording, InstalledGraph
@@ -81,7 +82,8 @@ class GraphSet:
                     constant=constant_storages(compiled),
                     renew=partial(self._dummies.renew_metadata, entry.descriptor, entry.mode),
                 )  # fmt: skip
-                recording.metadata = self._dummies.context.metadata
+                metadata = self._dummies.context.metadata
+                recording.metadata = dict(tensors_by_path("metadata", metadata))
         except (CaptureFailed, DummyStepFailed, ModelChanged) as error:
             self._parts.failed(error)
             raise

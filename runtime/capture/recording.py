@@ -63,10 +63,10 @@ class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use; `notes` are what Python read of it
-    and of the step, see `recorder.Notes`. `bytes` is the growth of device
-    memory, `allocated` the part of it in torch's allocator: the driver takes memory for executable
-    graphs.
+    `metadata` has the tensors of what it was captured with, by path, until it is in use; `notes`
+    are what Python read of it and of the step, see `recorder.Notes`. `bytes` is the growth of
+    device memory, `allocated` the part of it in torch's allocator: the driver takes memory for
+    executable graphs.
     """
 
     def __init__(

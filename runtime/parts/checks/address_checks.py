@@ -30,7 +30,6 @@ from ....torch_compat.basics.tensors import (
     weak_storage,
 )
 from ...forward_context import ForwardContext
-from ...tensors_by_path import tensors_by_path
 from .step_reads import ALL_EVERY, STEPS_WITH_ALL, facts_of, reader
 
 Read = Callable[[], Place | None]
@@ -351,10 +350,9 @@ METADATA_PER_STEP = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 
 
-def metadata_tensors(metadata: Any) -> dict[str, Tensor]:
-    """The tensors in metadata whose path is an expression: of attributes, and of keys that are
-    text or numbers."""
-    return {path: t for path, t in tensors_by_path("metadata", metadata) if _is_plain(path)}
+def with_expressions(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those whose path is an expression: of attributes, and of keys that are text or numbers."""
+    return {path: tensor for path, tensor in tensors.items() if _is_plain(path)}
 
 
 def _without_rows(place: tuple[Any, ...]) -> tuple[Any, ...]:

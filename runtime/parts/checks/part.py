@@ -39,7 +39,7 @@ from .address_checks import (
     HostValue,
     MetadataAddresses,
     Snapshot,
-    metadata_tensors,
+    with_expressions,
 )
 from .exchanged import BreakAccess, Exchanged, Facts, changes
 from .model_check import MOST_S, ModelCheck
@@ -211,7 +211,7 @@ class ChecksPart(Part):
         noted, names = (reads.tensors, reads.names) if reads else ({}, {})
         addresses.values = self._host_values(graph)
         is_full, owned = graph.entry.mode is RuntimeMode.FULL, recording.ownership
-        by_path = (metadata_tensors(recording.metadata) if is_full else {}) | noted
+        by_path = (with_expressions(recording.metadata) if is_full else {}) | noted
         found = {tensor.untyped_storage().data_ptr() for tensor in owned.found()}
         read = MetadataAddresses(by_path, found | owned.read, names)
         metadata = read or None

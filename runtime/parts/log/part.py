@@ -201,7 +201,7 @@ class LogPart(Part):
             "weight": (weights | dict(compiled.model.named_buffers())).items(),
             "metadata": [
                 (path.removeprefix("metadata."), tensor)
-                for path, tensor in tensors_by_path("metadata", graph.recording.metadata)
+                for path, tensor in (graph.recording.metadata or {}).items()
             ],
             "state": [
                 *self._core.watched().items(),

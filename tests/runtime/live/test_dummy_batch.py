@@ -1,5 +1,7 @@
 """A dummy batch leaves no trace: weights, buffers, engine buffers, KV cache, random state."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,11 @@ def store(x, slots, cache):
     cache.index_copy_(0, slots, x)
 
 
+def scaled(x, out):
+    metadata = get_forward_context().metadata
+    out.copy_(x * metadata.rows[: len(x)] * metadata.scale)
+
+
 class Model(nn.Module):
     """Writes three KV caches by `slots`: its own, an argument, and one in the forward context that
     the library does not know. Counts its rows. Its own cache is a part of larger memory."""
@@ -50,6 +57,7 @@ class Model(nn.Module):
 def ops(temporary_op):
     schema = "(Tensor x, Tensor slots, Tensor(a!) cache) -> ()"
     temporary_op("dummy_tests::store", schema, store)
+    temporary_op("dummy_tests::scaled", "(Tensor x, Tensor(a!) out) -> ()", scaled)
     temporary_op("dummy_tests::keep", "(Tensor x, Tensor slots) -> ()", keep)
 
 
@@ -141,6 +149,45 @@ def test_failure_7_captures_between_steps_write_no_live_row(strategy):
                 assert cache[:RESERVED].eq(777.0).all()
     assert prepared.recordings()
     assert model.rows >= rows
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("strategy", ["delayed", "lazy", "eager"])
+def test_a_capture_between_metadata_and_its_step_leaves_it_as_it_was(strategy, traced):
+    """The step read that of the dummy batch: zeros, and another scale."""
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.ops.dummy_tests.scaled(x, out)
+            return out + 1
+
+    config = small_config(
+        graph_mode="PIECEWISE", splitting_ops=("dummy_tests::scaled",), strategy=strategy,
+        capture_sizes=(2, 4, 8), compile=traced,
+    )  # fmt: skip
+    prepared = prepare(Scaled(), config, backend=strict_backend())
+    rows, other = torch.zeros(8, 1), torch.ones(8, 1)
+    metadata, made = SimpleNamespace(rows=rows, scale=1), {}
+
+    def metadata_for(descriptor, mode):
+        metadata.rows, metadata.scale = rows.zero_(), 0
+        other.fill_(0.5).add_(1)  # of another step of the engine
+        if descriptor not in made:
+            made[descriptor] = torch.empty(8, 1).fill_(9)
+        return metadata
+
+    prepared.capture(metadata_for)
+    if strategy == "eager":
+        prepared.release(keep="plan")
+    for size in (3, 2, 7):
+        rows[:], metadata.scale = 5, 7
+        x = torch.rand(size, 4)
+        assert prepared(x, batch=Batch(size, 1), metadata=metadata).equal(x * 5 * 7 + 1)
+        assert other.eq(1).all()
+    assert len(prepared.recordings()) == 3
+    assert all(tensor.eq(9).all() for tensor in made.values())
+    prepared.close()
 
 
 class Large(nn.Module):
