@@ -20,6 +20,7 @@ _STORES = {
     for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 }
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _READS_GLOBAL = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}
 """Opcodes, and how far the index of a name is shifted in their argument (Python 3.11 and later)."""
 _MUTATORS = {
@@ -36,9 +37,10 @@ def with_nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from with_nested(constant)
 
 
-def attribute_names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1 << 14)
+def attribute_names(code: types.CodeType) -> frozenset[str]:
     """Every name that code uses as a global or an attribute."""
-    return {name for part in with_nested(code) for name in part.co_names}
+    return frozenset(name for part in with_nested(code) for name in part.co_names)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -56,15 +58,29 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
             yield code.co_names[argument >> _READS_GLOBAL[opcode]]
 
 
-def probed_names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1 << 14)
+def probed_names(code: types.CodeType) -> frozenset[str]:
     """The names that code may give to `hasattr` or `getattr`."""
-    return {
+    return frozenset(
         constant
         for part in with_nested(code)
         if not {"hasattr", "getattr"}.isdisjoint(part.co_names)
         for constant in part.co_consts
         if isinstance(constant, str) and constant.isidentifier()
-    }
+    )
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def imports(code: types.CodeType) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
+    """What code imports when it runs: module, level of a relative one, and names from it."""
+    found = set[tuple[str, int, tuple[str, ...]]]()
+    for part in with_nested(code):
+        if _IMPORT in part.co_code[::2]:
+            steps = list(dis.get_instructions(part))
+            for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+                if step.opcode == _IMPORT:
+                    found.add((step.argval, level.argval, names.argval or ()))
+    return tuple(sorted(found))
 
 
 def variables_read(code: types.CodeType, name: str) -> set[str] | None:

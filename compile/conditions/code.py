@@ -1,9 +1,9 @@
 """What code consists of: what a function is, what it has bound, and all that it reads, by part.
 
 `function_with_values` states a function with what is bound to it. `code_parts` follows closures,
-defaults, the globals that a function names, methods and base classes of a value as well. An
-installed package is a part by its version; the interpreter and torch are versions in every key, and
-their code is not followed.
+defaults, the globals that a function names, what it imports, methods and base classes of a value as
+well. Of a module it follows what any of this code names. An installed package is a part by its
+version; the interpreter and torch are versions in every key, and their code is not followed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import types
@@ -21,7 +22,15 @@ from typing import Any
 import torch
 
 from ...cache.keys import environment
-from .bytecode import attribute_names, global_names, mutated_names, variables_read, written_parts
+from .bytecode import (
+    attribute_names,
+    global_names,
+    imports,
+    mutated_names,
+    probed_names,
+    variables_read,
+    written_parts,
+)
 from .values import (
     DATA,
     MAX_DEPTH,
@@ -43,6 +52,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
 _WITHOUT_CLASS = (list, tuple, dict, types.MethodType, functools.partial)
 """Types of values whose class has no code of a user's."""
+_CODE = (types.FunctionType, type, types.ModuleType)
 
 
 def closure_values(function: types.FunctionType) -> dict[str, Any]:
@@ -93,6 +103,7 @@ def code_parts(value: Any, name: str = "") -> dict[str, str]:
     """What `value` consists of, by path from `name`; raises Undescribable."""
     follower = _Follower()
     follower.follow(value, name)
+    follower.follow_modules()
     return follower.parts
 
 
@@ -112,6 +123,8 @@ class _Follower:
         self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
         self._written: set[str] = set()
         """Paths of what the code itself writes to."""
+        self._functions: list[types.FunctionType] = []
+        self._modules: dict[str, types.ModuleType] = {}
 
     def follow(self, value: Any, path: str) -> None:
         if path in self._written:
@@ -127,6 +140,32 @@ class _Follower:
             for name, inner in self._inside(value, path):
                 self.follow(inner, path + name)
 
+    def follow_modules(self) -> None:
+        """Follow what the code names of each module that it reaches in any way."""
+        size = 0
+        while self._modules and size < len(self.parts):
+            size = len(self.parts)
+            self._follow_named(_CODE)  # before data, which this code may write
+            self._follow_named(object)
+
+    def _follow_named(self, kind: Any) -> None:
+        functions = [*self._functions]
+        for path, module in [*self._modules.items()]:
+            held = vars(module)
+            for function in functions:
+                if function.__globals__ is held:
+                    self._written |= {f"{path}.{w}" for w in written_parts(function.__code__)}
+            for code in (function.__code__ for function in functions):
+                for name in sorted((attribute_names(code) | probed_names(code)) & held.keys()):
+                    place = f"{path}.{name}"
+                    if (
+                        isinstance(held[name], kind)
+                        and name[:2] != "__"
+                        and place not in self.parts
+                    ):
+                        for inner, value in _global(place, code, held, name):
+                            self.follow(value, inner)
+
     def _inside(self, value: Any, path: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, types.FunctionType):
             yield from self._function(value, path)
@@ -136,9 +175,14 @@ class _Follower:
             self.parts[path] = f"{tensor_text(value)} {tensor_digest(value)[:16]}"
         elif type(value) is object:
             self.parts[path] = "<a sentinel>"
+        elif isinstance(value, types.ModuleType):
+            version = _version(value.__name__)
+            self.parts[path] = f"module {value.__name__}{version}"
+            if not version:
+                self._modules[path] = value
         elif (text := plain_text(value, path)) is not None:
             self.parts[path] = text
-        elif isinstance(value, set | frozenset):
+        elif type(value) in (set, frozenset):
             self.parts[path] = stable_text(value, path)
         elif package_of(type(value)) == "triton":
             self.parts[path] = class_name(type(value))
@@ -146,7 +190,7 @@ class _Follower:
             yield from ((f".{name}", fields[name]) for name in _TRITON_FIELDS if name in fields)
         else:
             self.parts[path], inner = decomposed(value, path)
-            if not isinstance(value, _WITHOUT_CLASS):
+            if type(value) not in _WITHOUT_CLASS:
                 yield ".__class__", type(value)
             yield from inner
 
@@ -154,7 +198,12 @@ class _Follower:
         # its `__module__` may be that of a function it wraps
         version = _version(str(function.__globals__.get("__name__") or function.__module__))
         self.parts[path] = function_text(function) + version
-        if version and "<locals>" not in function.__qualname__:
+        wraps_users = not _version(
+            str(function.__module__)
+        )  # a wrapper has the name of its content
+        if version and "<locals>" not in (
+            function.__code__.co_qualname if wraps_users else function.__qualname__
+        ):
             return
         self._written |= {f"{path}.{written}" for written in written_parts(function.__code__)}
         yield from ((f".{name}", value) for name, value in closure_values(function).items())
@@ -165,33 +214,62 @@ class _Follower:
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
             yield ".__wrapped__", wrapped
         if not version:
+            self._functions.append(function)
             for name in sorted(global_names(function.__code__) & function.__globals__.keys()):
-                yield from _global(f".{name}", function, name)
+                yield from _global(f".{name}", function.__code__, function.__globals__, name)
+            yield from _imported(function)
 
     def _class(self, cls: type, path: str) -> Iterator[tuple[str, Any]]:
         version = _version(cls.__module__)
         self.parts[path] = class_name(cls) + version
         if not version:
+            if type(cls) is not type:
+                yield ".__class__", type(cls)
             yield from ((f".__bases__[{i}]", base) for i, base in enumerate(cls.__bases__))
             yield from (
                 (f".{name}", vars(cls)[name]) for name in sorted(vars(cls)) if _is_own(cls, name)
             )
 
 
-def _global(path: str, function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
-    code, value = function.__code__, function.__globals__[name]
+def _global(
+    path: str, code: types.CodeType, scope: dict[str, Any], name: str
+) -> Iterator[tuple[str, Any]]:
+    value = scope[name]
     if isinstance(value, types.ModuleType):
-        for attribute, inner in _attributes(value, attribute_names(code)):
-            yield from _read(f"{path}.{attribute}", code, attribute, inner)
-    elif isinstance(value, str) and (
-        folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
-    ):
+        yield from _module(path, code, value)
+    elif type(value) is str and (folder := os.path.dirname(str(scope.get("__file__") or ""))):
         yield path, value.replace(folder, "<directory>")  # a moved checkout is the same code
     else:
         yield from _read(path, code, name, value)
 
 
-def _attributes(module: types.ModuleType, names: set[str]) -> Iterator[tuple[str, Any]]:
+def _module(path: str, code: types.CodeType, module: types.ModuleType) -> Iterator[tuple[str, Any]]:
+    """A module; of one that is installed or lazy what the code reads of it."""
+    if type(module) is types.ModuleType and not _version(module.__name__):
+        yield path, module
+    else:
+        for attribute, inner in _attributes(module, attribute_names(code)):
+            yield from _read(f"{path}.{attribute}", code, attribute, inner)
+
+
+def _imported(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function imports when it runs; of installed packages the version, without importing
+    them."""
+    for name, level, names in imports(function.__code__):
+        path = f".import {'.' * level}{name}"
+        version = "" if level else _version(name)
+        if version and package_named(name) not in sys.stdlib_module_names:
+            yield path, version
+            continue
+        try:
+            module = __import__(name, function.__globals__, None, names, level)
+        except (Exception, SystemExit):  # of a module of the user's
+            yield path, "cannot be imported"
+        else:
+            yield from _module(path, function.__code__, module)
+
+
+def _attributes(module: types.ModuleType, names: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """Those of the `names` that a module has, sorted."""
     # a lazy one, as `torch.ops.aten`, has in `vars` what the process has read of it before
     is_lazy = type(module) is not types.ModuleType
@@ -223,11 +301,15 @@ def _version(module: str) -> str:
     package = package_named(module)
     if package in VERSIONED:
         return f" ({package})"
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    loaded, spec = sys.modules.get(package), None
+    if loaded is None and package:
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(package)
+    file = getattr(loaded, "__file__", None) or getattr(spec, "origin", None) or ""
     if not any(folder in file for folder in _INSTALLED):
         return ""
     try:
         return f" ({package} {importlib.metadata.version(package)})"
     except importlib.metadata.PackageNotFoundError:
-        stated = getattr(sys.modules[package], "__version__", None)
+        stated = getattr(loaded, "__version__", None)
         return f" ({package} {stated})" if isinstance(stated, str) else ""

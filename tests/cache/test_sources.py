@@ -182,6 +182,77 @@ def test_functions_reached_through_a_module_are_followed(tmp_path, monkeypatch):
     assert len(prints) == 2
 
 
+HELPER = "def f(x): return x + 1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "helper"),
+    [
+        ("def op(x):\n    from package_reached.helpers import f\n    return f(x)\n", HELPER),
+        ("def op(x):\n    from .helpers import f\n    return f(x)\n", HELPER),
+        ("def op(x):\n    import package_reached.helpers as h\n    return h.f(x)\n", HELPER),
+        (
+            "import package_reached.helpers\ndef op(x): return package_reached.helpers.f(x)\n",
+            HELPER,
+        ),
+        ("from . import helpers\nheld = {0: helpers}\ndef op(x): return held[0].f(x)\n", HELPER),
+        ("from . import helpers\ndef op(x): return getattr(helpers, 'f')(x)\n", HELPER),
+        ("from . import helpers\ndef op(x, h=helpers): return h.f(x)\n", HELPER),
+        (
+            "from . import helpers\ndef op(x): return helpers.f(x)\n",
+            "import torch\n@torch.no_grad()\ndef f(x): return x + 1\n",
+        ),
+        (
+            "from .helpers import f\ndef op(x):\n    with f(x) as y: return y\n",
+            "import contextlib\n@contextlib.contextmanager\ndef f(x): yield x + 1\n",
+        ),
+        (
+            "from .helpers import T\nt = T()\ndef op(x): return t.f(x)\n",
+            "class T(tuple):\n    def f(self, x): return x + 1\n",
+        ),
+        (
+            "from .helpers import C\ndef op(x): return C.f(x)\n",
+            "class M(type):\n    def f(cls, x): return x + 1\nclass C(metaclass=M): pass\n",
+        ),
+    ],
+)
+def test_code_is_followed_wherever_it_is_reached(tmp_path, monkeypatch, source, helper):
+    prints = set()
+    for number, body in enumerate(("x + 1", "x + 2")):
+        package = tmp_path / str(number) / "package_reached"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "helpers.py").write_text(helper.replace("x + 1", body))
+        (package / "model.py").write_text(source)
+        monkeypatch.syspath_prepend(package.parent)
+        op = importlib.import_module("package_reached.model").op
+        prints.add(fingerprint(op))
+        assert op(1) == eval(body, {"x": 1})  # which imports what the key has found before
+        assert fingerprint(op) in prints
+        for name in [name for name in sys.modules if name.startswith("package_reached")]:
+            del sys.modules[name]
+    assert len(prints) == 2
+
+
+def test_what_a_module_counts_is_no_part_of_it(tmp_path, monkeypatch):
+    (tmp_path / "counting_helpers.py").write_text(
+        "calls = 0\nlog = []\ndef f(x):\n    global calls\n    calls += 1\n    log.append(x)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    op = module(
+        tmp_path, "def op(x):\n    import counting_helpers as h\n    h.f(x)\n    return h.calls\n"
+    ).op
+    before = fingerprint(op)
+    assert op(1) == 1
+    assert fingerprint(op) == before
+
+
+def test_what_is_imported_and_installed_is_known_by_its_version(tmp_path):
+    """It is not imported for that."""
+    source = "def f(x):\n    import torch._inductor.nothing, scipy_of_no_one\n    return x\n"
+    assert fingerprint(module(tmp_path, source).f) == fingerprint(module(tmp_path, source).f)
+
+
 def test_other_packages_are_not_followed(tmp_path):
     source = "from json import dumps\ndef f(x): return dumps(x)\n"
     assert fingerprint(module(tmp_path, source).f) == fingerprint(module(tmp_path, source).f)
