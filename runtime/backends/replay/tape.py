@@ -103,7 +103,11 @@ class Tape(TensorTracker):
                 if has_own_dispatch(kind := type(tensor)):  # a replay copies memory alone
                     raise OwnOperators(name="a piece", kind=kind.__name__)
             with torch.DisableTorchFunction():
-                self._record(fn, args, {}, result, self.fresh(result, used))
+                self.fresh(result, used)
+                given = {storage_id(tensor) for tensor in used}
+                # an op in the piece chooses anew where to write, such as to memory that it keeps
+                chosen = [each for each in memory_of(result) if storage_id(each) not in given]
+                self._record(fn, args, {}, result, chosen)
         return result
 
     def refuse(self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]) -> None:

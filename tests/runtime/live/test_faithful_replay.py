@@ -210,6 +210,31 @@ def test_what_is_the_same_object_in_each_step_may_be_read():
     assert step(prepared, object()).unique().item() == 5
 
 
+@pytest.mark.parametrize("compiler", ["eager", INDUCTOR])
+def test_an_op_in_a_piece_may_keep_the_memory_of_its_result(temporary_op, compiler):
+    """For one size: a smaller graph takes its place. A device writes where it wrote at capture."""
+    kept = [torch.empty(0)]
+
+    def into_kept(x):
+        if kept[0].shape != x.shape:
+            kept[0] = torch.empty_like(x)
+        return torch.mul(x, 2, out=kept[0])
+
+    temporary_op("faithful_tests::into_kept", "(Tensor x) -> Tensor", into_kept, torch.empty_like)
+
+    class Keeping(nn.Module):
+        def forward(self, x):
+            return torch.ops.faithful_tests.into_kept(x + 1) + 1
+
+    prepared = prepare(
+        Keeping(), small_config(capture_sizes=(2, 4), compiler=compiler), backend=ReplayBackend()
+    )
+    prepared.capture()
+    for number, size in enumerate((4, 2, 4)):
+        result = prepared(torch.full((size, 4), float(number)), batch=Batch(size, size))
+        assert result.unique().tolist() == [2 * number + 3]
+
+
 def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step():
     """By default no graph freezes what the op reads in Python, not even in decode."""
     settings = {"splitting_ops": ("faithful_tests::scaled",), "attention": {"support": None}}
