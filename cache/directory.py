@@ -13,6 +13,7 @@ as a shared layer instead.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import tempfile
@@ -55,7 +56,14 @@ class DirectoryLayer:
         self.refuses = trust
 
     def read(self, name: str, limit: int) -> bytes:
-        return read_file(self.root / name, limit)
+        try:
+            return read_file(self.root / name, limit)
+        except FileNotFoundError:
+            if self.root.is_dir():
+                raise
+            # a volume that is not mounted, or another name, lacks no entry
+            reason = "there is no such directory"
+            raise NotADirectoryError(errno.ENOTDIR, reason, str(self.root)) from None
 
     def entries(self, kind: str) -> list[str]:
         names = (name for name in entry_names(self.root) if name.split("/")[1] == kind)

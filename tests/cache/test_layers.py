@@ -274,6 +274,19 @@ def test_unreadable_shared_directory_raises_if_required(root, image, key):
         Cache(root, Events(), shared=shared).lookup("artifact", key)
 
 
+def test_a_shared_directory_that_is_not_there_is_no_empty_one(root, tmp_path, key):
+    """A volume that is not mounted, or a name that is wrong."""
+    missing = tmp_path / "missing"
+    missed = Cache(root, Events(), shared=[DirectoryLayer(missing)]).lookup("artifact", key)
+    assert missed.reason == "unreadable"
+    assert "no such directory" in missed.detail
+    shared = [DirectoryLayer(missing, failures="raise")]
+    with pytest.raises(LayerFailed, match="no such directory"):
+        Cache(root, Events(), shared=shared).lookup("artifact", key)
+    missing.mkdir()
+    assert Cache(root, Events(), shared=shared).lookup("artifact", key).reason == "absent"
+
+
 def test_unknown_protocol_is_a_clear_error():
     with pytest.raises(LayerFailed, match="extra `remote`"):
         RemoteLayer("nosuch://bucket/x", trust_all)
