@@ -75,6 +75,11 @@ def _run(app: typer.Typer, arguments: Sequence[str]) -> int:
     except PiecegraphError as error:
         bad_value = isinstance(error, ConfigError | CacheError | DispatchError)
         return _fail(str(error), BAD_VALUE if bad_value else FAILED)
+    except OSError as error:
+        if error.filename is None:  # of a stream
+            raise
+        logging.getLogger("piecegraph").debug("command", exc_info=True)
+        return _fail(f"{error.filename}: {error.strerror}", BAD_VALUE)
     except ValueError as error:
         value = observed("TORCH_LOGS")
         if value is None or "/torch/_logging/" not in traceback.extract_tb(error.__traceback__)[

@@ -163,11 +163,18 @@ def _verify_model(target: str, cache_dir: Path | None, json_path: Path | None) -
 
 def model_of(target: str, cache_dir: Path | None) -> tuple[Module, Config]:
     """The model and settings that a function of the user returns. Raises InvalidSetting."""
+    from torch.nn import Module
+
+    from ... import Config
+
     module, _, function = target.partition(":")
     file = Path(module)
     try:
         sys.path.insert(0, str(Path.cwd() / file.parent))
         model, config = getattr(importlib.import_module(file.name.removesuffix(".py")), function)()
+        if not (isinstance(model, Module) and isinstance(config, Config)):
+            returned = f"{type(model).__name__} and {type(config).__name__}"
+            raise TypeError(f"it returned {returned}")
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         expected = "module:function, a function that returns (model, Config)"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cache.directory import private_root
-from ...errors import NoSuchEntry
+from ...errors import InvalidSetting, NoSuchEntry
 from ..report.sections import size as shown_size
 
 if TYPE_CHECKING:
@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 
 def cache_directory(cache_dir: Path | None) -> Path:
-    """The directory that the library would use."""
+    """The directory that the library would use; raises InvalidSetting if there is none."""
     root = private_root(cache_dir)
-    assert root is not None
+    if root is None:
+        reason = "this user, or the one it names, has no home directory"
+        raise InvalidSetting(
+            name="--cache-dir", value=cache_dir, reason=reason, expected="a path without ~"
+        )
     return root
 
 
