@@ -17,6 +17,7 @@ class Stopped(StrEnum):
     """Why no further step is proved."""
 
     UNDECLARED = "an op writes to memory that is not known as state"
+    OTHER_ROWS = "a step writes rows of large state to which no input points, and none were kept"
     RANDOM = "an op draws random numbers"
     UNSTEADY = "two uncompiled runs from the same state differ"
     FAILED = (

@@ -27,7 +27,7 @@ import torch
 from ....compile.ir.locations import handled
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, Decision
-from ....errors import ModelChanged, SetUpOnFirstUse
+from ....errors import ModelChanged, OtherRowsWritten, SetUpOnFirstUse
 from ...capture.dummy_batch import preserve_rng_state
 from ...capture.installed_graph import InstalledGraph
 from ...core.allowed_work import allow_compilation
@@ -219,8 +219,9 @@ class ProofPart(Part):
         index = getattr(decision, "graph_index", None)
         if index is None or self._is_model(index) or not self.coverage.is_turn(index):
             return run(*step)
-        due, skip, failure = None, "", ""
+        due, skip, failure = None, "", list[str]()
         began, is_overdue = perf_counter(), self.coverage.is_overdue(index)
+        first = not self.coverage.proofs[index]
         if not self._is_real():
             skip = DUMMY
         elif not is_overdue and (self._waiting is not None or not self.coverage.has_time()):
@@ -228,11 +229,11 @@ class ProofPart(Part):
         else:
             try:
                 waits = self._waits and not is_overdue
-                due = self.runs.kept(decision, args, kwargs, metadata, waits)
+                due = self.runs.kept(decision, args, kwargs, metadata, waits, first)
             except StateTooLarge:
                 skip = TOO_LARGE
             except Exception as error:
-                failure = handled(error)
+                failure = [Stopped.FAILED, handled(error)]
         self.coverage.spend(perf_counter() - began, is_overdue)
         results = run(*step)
         num_tokens = self._steps.context.num_tokens
@@ -240,22 +241,40 @@ class ProofPart(Part):
         if due is not None and (set_up := set(due.attributes.changed()) - self._changing):
             self._changing |= set_up
             skip = SET_UP  # the second run would find it set up
+        if due is not None:
+            due.after = due.before.now()
+            if first and (other_rows := self._other_rows(due, is_overdue)):
+                failure = [Stopped.OTHER_ROWS, other_rows]
         if not self._all_can(index, skip, failure) or due is None:
             return results
         due.results, due.num_tokens = results, num_tokens
         due.decision = self._steps.context.decision
-        due.after = due.before.now()
         if due.waits:
             due.results = copied(due.results)
             self._waiting = due
             return due.results
         return self._timed(due, is_overdue)
 
-    def _all_can(self, graph_index: int, skip: str, failure: str = "") -> bool:
+    def _other_rows(self, step: KeptStep, is_overdue: bool) -> str:
+        """Which rows a step wrote of which nothing was kept: each run of a proof would write them
+        once more."""
+        began = perf_counter()
+        self._core.environment.backend.synchronize()
+        step.before.restore()
+        try:
+            step.before.check()
+        except OtherRowsWritten as error:
+            return "rows {rows} of dimension {dim} of {shape}".format(**error.facts)
+        finally:
+            step.after.restore()
+            self.coverage.spend(perf_counter() - began, is_overdue)
+        return ""
+
+    def _all_can(self, graph_index: int, skip: str, failure: Sequence[str] = ()) -> bool:
         """Whether all ranks can prove this step; else why not, or why no further step, is noted."""
-        stated = self._exchange("step to prove", {"skip": skip, "failure": failure})
-        for reason in filter(None, (one["failure"] for one in stated)):
-            self.stop(Stopped.FAILED, reason)
+        stated = self._exchange("step to prove", {"skip": skip, "failure": [*failure]})
+        for reason, detail in filter(None, (one["failure"] for one in stated)):
+            self.stop(Stopped(reason), detail)
             return False
         for reason in filter(None, (one["skip"] for one in stated)):
             self._skip(graph_index, reason)

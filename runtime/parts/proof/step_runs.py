@@ -76,9 +76,9 @@ class StepRuns:
         self._uncompiled = uncompiled
 
     def kept(
-        self, decision: Decision, args: Any, kwargs: Any, metadata: Any, waits: bool
+        self, decision: Decision, args: Any, kwargs: Any, metadata: Any, waits: bool, check: bool
     ) -> KeptStep:
-        """A step that is about to run. Raises StateTooLarge."""
+        """A step that is about to run. Raises StateTooLarge. `check`: see `SavedMemory`."""
         recorded = self.keep(metadata, decision)
         if waits:
             args, kwargs = copied((args, dict(kwargs)))
@@ -86,7 +86,7 @@ class StepRuns:
         pointers = tensors_in((args, kwargs))
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
         state = self.state(args, kwargs)
-        before = SavedMemory(list(state.values()), pointers, most=MOST_STATE)
+        before = SavedMemory(list(state.values()), pointers, check=check, most=MOST_STATE)
         held = self.held()
         return KeptStep(
             decision, args, kwargs, metadata, recorded, state, held, before, before, waits

@@ -346,13 +346,42 @@ def test_each_view_of_one_memory_is_state(prepare_live, temporary_op):
             return super().forward(out)
 
     served = prepare_live(Adding(), shadow=EACH, splitting_ops=("live_tests::attend", op))
-    served.prepared.capture()
     served.stage.views = torch.zeros(3, 1).unbind()
+    served.prepared.capture()
+    served.stage.views[0]._base.zero_()
     for _ in range(2):
         served.prepared(torch.ones(3, HIDDEN), batch=Batch(3, 1))
     assert [view.item() for view in served.stage.views] == [2, 2, 2]
     facts = served.prepared.report()["shadow"]
     assert (facts["wrong"], facts["stopped"], facts["skipped"]) == ([], None, {})
+
+
+def test_rows_of_large_state_that_are_not_kept_are_written_once(prepare_live, temporary_op):
+    """Each run of a proof added to them. Their number is in no input and no metadata."""
+
+    def add_elsewhere(x, out):
+        get_forward_context().layers["stage"].large[100] += x[0, 0]
+        out.copy_(x)
+
+    schema = "(Tensor x, Tensor(a!) out) -> ()"
+    op = temporary_op("live_tests::add_elsewhere", schema, add_elsewhere)
+
+    class Adding(Model):
+        def forward(self, x):
+            out = torch.empty_like(x)
+            torch.ops.live_tests.add_elsewhere(x, out)
+            return super().forward(out)
+
+    served = prepare_live(Adding(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served.stage.large = torch.zeros(1 << 20, 5)
+    served.prepared.capture()
+    served.stage.large.zero_()
+    for _ in range(2):
+        served.prepared(torch.ones(3, HIDDEN), batch=Batch(3, 1))
+    assert served.stage.large[100].tolist() == [2] * 5
+    (stopped,) = served.prepared.records.of(ShadowStopped)
+    assert stopped.reason == Stopped.OTHER_ROWS
+    assert stopped.detail == "rows [100] of dimension 0 of [1048576, 5]"
 
 
 def test_a_proof_that_fails_on_metadata_with_padding_says_how_to_state_it(temporary_op):
