@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from ...compile.ir.plan import UserInput
 from ...config import Padding, Steps
+from ...errors import InvalidSetting
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,23 @@ class PaddingPolicy:
 ZEROS = PaddingPolicy()
 
 
-def padding_policy(steps: Steps, name: str) -> PaddingPolicy:
-    """The policy that the settings state for input `name`; a number is a sentinel."""
-    setting = steps.padding.get(name, Padding.ZERO)
+def padding_policy(steps: Steps, item: UserInput) -> PaddingPolicy:
+    """The policy that the settings state for an input; a number is a sentinel.
+
+    Raises InvalidSetting for a number that the input cannot hold.
+    """
+    setting, dtype = steps.padding.get(item.label, Padding.ZERO), getattr(torch, item.dtype)
     if isinstance(setting, Padding):
         return PaddingPolicy(setting)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        low, high = 0, 1
+        if dtype is not torch.bool:
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+        if not low <= setting <= high or setting != int(setting):
+            raise InvalidSetting(
+                name=f"steps.padding.{item.label}",
+                value=setting,
+                reason=f"the input is {item.dtype}",
+                expected=f"an integer from {low} to {high}",
+            )
     return PaddingPolicy(Padding.SENTINEL, setting)

@@ -361,7 +361,7 @@ def allocate_inputs(
                 name=item.label,
                 dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
                 dtype=getattr(torch, item.dtype),
-                padding=padding_policy(steps, item.label),
+                padding=padding_policy(steps, item),
                 written=item.written,
                 stride=item.stride,
             )

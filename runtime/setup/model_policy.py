@@ -83,8 +83,8 @@ class ModelPolicy:
         """Where padding of `size` would change real rows or state."""
         if self.find_mixed_rows is None:
             return []
-        labels = [item.label for item in compiled.plan.inputs]
-        padding = {label: padding_policy(self.config.steps, label) for label in labels}
+        steps, inputs = self.config.steps, compiled.plan.inputs
+        padding = {item.label: padding_policy(steps, item) for item in inputs}
         with torch.no_grad():
             ops = named_ops(self.config.splitting_ops)
             split = compiled.traced and not compiled.plan.cuts()

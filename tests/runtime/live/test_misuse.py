@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, PreparedModel, StepObserver, prepare
-from piecegraph.errors import BatchInvalid, InvalidArgument, NotCopyable, ReturnsWeight
+from piecegraph.errors import (
+    BatchInvalid,
+    InvalidArgument,
+    InvalidSetting,
+    NotCopyable,
+    ReturnsWeight,
+)
 
 from ..conftest import small_config
 from .conftest import HIDDEN
@@ -57,6 +63,20 @@ def test_what_is_passed_is_checked_when_it_is_passed(serve, call, words):
 def test_counts_that_are_tensors_are_refused_when_the_batch_is_made():
     with pytest.raises(BatchInvalid, match=r"num_reqs is tensor\(3\)"):
         Batch(3, torch.tensor(3))
+
+
+@pytest.mark.parametrize("value", [1.5, math.nan, -math.inf, 2**31])
+def test_padding_that_an_input_cannot_hold_is_refused_by_name(value):
+    """Torch's error named the forward of the model, and a half was cut off."""
+    inputs = {"x": "float32[num_tokens, 4]", "ids": "int32[num_tokens]"}
+
+    class Picking(nn.Module):
+        def forward(self, x, ids):
+            return x * ids[:, None]
+
+    settings = small_config(inputs=inputs, steps={"padding": {"x": value, "ids": value}})
+    with pytest.raises(InvalidSetting, match=r"steps.padding.ids = .* the input is int32"):
+        prepare(Picking(), settings)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
