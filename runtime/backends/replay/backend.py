@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ....compile.plan.compiled_model import CompiledModel
+from ....torch_compat.basics.tensors import normal_alias
 from ..ownership import Ownership
 from ..protocol import BoundGraph, Code, Memory, Replay
 from .delayed_code import delayed_code, delayed_replay
@@ -234,7 +235,8 @@ class ReplayBackend:
         pool.release_held()
 
     def weak(self, tensor: Tensor) -> Tensor:
-        return tensor  # the tape owns what it made; its memory is never given to another
+        # the tape owns what it made; its memory is never given to another
+        return normal_alias(tensor) if tensor.is_inference() else tensor
 
     address = staticmethod(Tensor.data_ptr)
 

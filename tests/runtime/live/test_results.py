@@ -117,12 +117,14 @@ def test_results_of_one_size_are_new_objects(serve):
     assert results[0].data_ptr() == results[1].data_ptr()
 
 
-def test_results_are_normal_tensors_also_if_captured_in_inference_mode(serve):
+@pytest.mark.parametrize("lengths", [(1, 1), (3, 1)])
+def test_results_are_normal_tensors_also_if_captured_in_inference_mode(serve, lengths):
+    """The second batch is PIECEWISE: its op writes what a graph made."""
     served = serve()
     with torch.inference_mode():
         served.prepared.capture()
-        run(served)
-    result, expected = run(served)
+        run(served, lengths)
+    result, expected = run(served, lengths)
     assert not result.is_inference()
     assert torch.equal(result.add_(1), expected + 1)
 
