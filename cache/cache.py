@@ -71,6 +71,8 @@ class Cache:
         )
         self._events = events
         self._off_reason = off_reason
+        self.absent = Miss("absent") if self.layers else Miss("disabled", off_reason)
+        """What a lookup gives where nothing is found."""
         self._limits = limits or Limits()
         self._since_eviction = math.inf  # bytes published; the first publish checks the limits
         self._written_back: set[str] = set()
@@ -122,7 +124,7 @@ class Cache:
         return result
 
     def _find(self, kind: str, key: Key, refusal: Refusal) -> Entry | Miss:
-        miss = Miss("absent") if self.layers else Miss("disabled", self._off_reason)
+        miss = self.absent
         for layer in self.layers:
             result = find(layer, kind, key.digest, refusal)
             if isinstance(result, Entry):

@@ -56,6 +56,7 @@ REMEDIES = {
     "unreadable": "Make the layer readable for this process: network, credentials, permissions.",
     "incomplete": "Store the bundle in the layer again: a blob is gone, or not visible yet.",
     "damaged": "Store the bundle in the layer again: its bytes have changed.",
+    "disabled": "Turn the cache on, with a private cache_dir that can be written.",
     "aside": "Compile it again, with another bundle= than 'force', or deploy another bundle.",
     "untrusted": "Sign the bundle with a key that is trusted here, or pin its digest.",
 }
@@ -84,7 +85,8 @@ class Miss:
     @property
     def located(self) -> str:
         """The detail, with the layer if that is what failed."""
-        return f"{self.detail}, in {self.layer}" if self.reason in REMEDIES else self.detail
+        is_of_layer = self.layer and self.reason in REMEDIES
+        return f"{self.detail}, in {self.layer}" if is_of_layer else self.detail
 
     @property
     def remedy(self) -> str:

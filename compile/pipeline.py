@@ -187,8 +187,10 @@ def _compile(
 def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:
     """The key of the model's bundles, or why none can be stored."""
     if compiler.load is None:
-        keeps_none = f"compiler {compiler.name!r} keeps no artifacts"
-        return BundleMiss(keeps_none if request.cache.enabled else "the cache is off")
+        if request.cache.enabled:
+            return BundleMiss(f"compiler {compiler.name!r} keeps no artifacts")
+        absent = request.cache.absent
+        return BundleMiss("the cache is off", absent.detail, absent.remedy)
     try:
         return trace_key(request.model, request.config, request.device, request.examples)
     except Undescribable as error:

@@ -91,6 +91,8 @@ class BundleOutcome:
     hit: bool
     reason: str | None = None
     detail: str | None = None
+    remedy: str | None = None
+    """What to do about it, if another thing than to build a bundle."""
     bytes: int | None = None
     kernels: list[int] | None = None
     digest: str | None = None
@@ -202,7 +204,8 @@ class CompileRequest:
 
     def record_miss(self, miss: BundleMiss, level: int = logging.DEBUG) -> None:
         """Record why no bundle is used."""
-        outcome = BundleOutcome(hit=False, reason=miss.reason, detail=miss.detail or None)
+        remedy = None if miss.remedy == DEPLOY else miss.remedy
+        outcome = BundleOutcome(False, miss.reason, miss.detail or None, remedy)
         self.record_bundle(outcome, level)
 
     def record_lookup(self, kind: str, key: Key, result: Entry | Miss) -> None:

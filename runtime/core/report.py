@@ -48,6 +48,7 @@ def build_report(
             "hit": bundle is not None and bundle.hit,
             "reason": bundle.reason if bundle is not None else None,
             "detail": bundle.detail if bundle is not None else None,
+            "remedy": bundle.remedy if bundle is not None else None,
             "verified": verified(records),
             "not_cacheable": list(records.compile.not_cacheable),
             **_stored(cache),

@@ -227,3 +227,12 @@ def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(tmp
     start(Tiny(), tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone")
     assert is_right(start(Tiny(), tmp_path / "gone"), Tiny())
+
+
+def test_a_start_whose_directory_cannot_be_used_says_so_and_what_to_do():
+    events = Events()
+    cache = Cache(None, events, off_reason="/x: Permission denied")
+    config = compile_config(Config(inputs=X, max_num_tokens=8))
+    miss = find_model(CompileRequest(Tiny(), config, cache, events, CPU))
+    assert str(miss) == "the cache is off: /x: Permission denied"
+    assert "cache_dir" in miss.remedy

@@ -200,20 +200,35 @@ def test_any_prepared_model_can_be_explained(small_config):
 
 
 def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
-    quiet = {
-        "verification": None,
-        "remarks": {"steps": []},
-        "settings": {"compile": True, "cache": False},
-        "warnings": [],
-        "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
-        "guards": [],
-        "policy": "prove",
-        "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 2}],
-        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 2, "share": 0.5}],
-        "captures": [],
-        "timeline": [],
+    assert advise(QUIET) == []
+
+
+def test_advice_on_a_cold_start_is_what_helps_where_it_failed():
+    cache = {"hit": False, "reason": "absent", "detail": "no bundle", "not_cacheable": []}
+    facts = QUIET | {"settings": {"compile": True}}
+    (built,) = advise(facts | {"cache": cache})
+    assert "cache warm" in built["todo"]
+    cache |= {"reason": "untrusted", "detail": "it is not signed", "remedy": "Sign it."}
+    (signed,) = advise(facts | {"cache": cache})
+    assert signed == {
+        "what": "this start was cold: untrusted: it is not signed",
+        "todo": "Sign it.",
     }
-    assert advise(quiet) == []
+
+
+QUIET = {
+    "verification": None,
+    "remarks": {"steps": []},
+    "settings": {"compile": True, "cache": False},
+    "warnings": [],
+    "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
+    "guards": [],
+    "policy": "prove",
+    "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 2}],
+    "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 2, "share": 0.5}],
+    "captures": [],
+    "timeline": [],
+}
 
 
 @pytest.mark.compile

@@ -52,9 +52,11 @@ def _cache(facts: Facts) -> Advice:
     settings = facts["settings"]
     uses_cache = settings["compile"] and settings.get("cache", True)
     if not cache["hit"] and not cache["not_cacheable"] and uses_cache:
+        detail = f": {cache['detail']}" if cache.get("remedy") else ""
         yield (
-            f"this start was cold: {cache['reason']}",
-            "Build the bundle beforehand with `piecegraph cache warm`;"
+            f"this start was cold: {cache['reason']}{detail}",
+            cache.get("remedy")
+            or "Build the bundle beforehand with `piecegraph cache warm`;"
             " `piecegraph cache why` tells what a miss differs in.",
         )
 
