@@ -2,7 +2,8 @@
 mix. Compiled code is not seen op by op, the source of its piece is.
 
 Inputs may not lead to the data for which padding reaches a real row, as a ranking that is full, or
-an expert that has no room. Such a run has other values in the padding of what operators compute.
+an expert that has no room. Such a run has other values in the padding of what operators compute. It
+computes in float32 where the model does in 16 bits, whose rounding hides what padding changes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from ....compile.guards.tolerance import differences, precision
 from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
-from ....torch_compat.basics.tensors import LightDispatchMode, storage_id
+from ....torch_compat.basics.tensors import LightDispatchMode, storage_id, tree_map_only
 from ...backends.ownership import ALLOCATIONS
 
 _SOURCE = "<source of a piece>"
@@ -34,12 +35,13 @@ class _Op(NamedTuple):
 
 class OpRows(LightDispatchMode):
     """Keeps the results of each operator, and the user's line: of the source of a piece, if it is
-    stated, by its comments."""
+    stated, by its comments. If `wide`, see `in_float32`."""
 
     sees_inside = True
 
-    def __init__(self, source: str = "") -> None:
+    def __init__(self, source: str = "", wide: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.wide = wide
         self.ops: list[_Op] = []
         self.written_at: str | None = None
         """The line of the first op that writes to an argument of the piece."""
@@ -48,7 +50,7 @@ class OpRows(LightDispatchMode):
         self._places = [place for _, place in lines_of(source)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = (in_float32 if self.wide else _called)(func, args, kwargs or {})
         if func.overloadpacket.__name__ in ALLOCATIONS:
             for tensor in tensors_in(result):
                 tensor.zero_()
@@ -126,7 +128,7 @@ class PaddedOps(OpRows):
         others: Mapping[tuple[int, int], _Replaced] | None = None,
         factor: float = 1.0,
     ) -> None:
-        super().__init__(source)
+        super().__init__(source, alone.wide)
         self._alone, self._padding = alone.ops, padding
         self._others, self._factor = others, factor
         self._rows: dict[tuple[int, int], _Rows] = {}
@@ -153,11 +155,12 @@ class PaddedOps(OpRows):
             dims = [d for d, n in enumerate(tensor.shape) if real.shape[d] != n]
             is_made = storage_id(tensor) not in memory
             if len(dims) == 1 and is_made and _is_replaced(func, tensor, given):
-                if self._others is None:
+                in_front = not beyond(one, real, other_size).any()  # and not among grouped rows
+                if self._others is None and in_front:
                     each = (tensor.shape[dims[0]] - one.shape[dims[0]]) // self._padding
                     rows = _Rows(dims[0], real.clone(), _numbers(tensor, dims[0]), max(1, each))
                     self._rows[at, number] = rows
-                elif (at, number) in self._others:
+                elif self._others is not None and (at, number) in self._others:
                     self._replace(tensor, real, self._others[at, number])
             kept.append(real.clone())
         return kept
@@ -174,6 +177,45 @@ class PaddedOps(OpRows):
         at = others.rows.nonzero().flatten()
         values = real.movedim(others.dim, 0)
         rows[at] = values[at % len(values)] * (self._factor if floats else 1)
+
+
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def in_float32(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives if floats of 16 bits are float32. Views are as they are, and so are
+    memory that it writes, and an operator that takes no other dtype."""
+    if func.is_view:
+        return func(*args, **kwargs)
+    written = [each.dtype for each in written_by(func, args, kwargs) if each.dtype in _SHORT]
+    if written:
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:  # values have to be of the dtype of the memory
+            return func(*tree_map_only(Tensor, partial(_narrow, written[0]), args), **kwargs)
+    dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
+    floats = sum(dtype.is_floating_point for dtype in dtypes)
+    if floats == 1 < len(dtypes):  # moves rows of what may be a large table
+        return tree_map_only(Tensor, _wide, func(*args, **kwargs))
+    try:
+        widened = tree_map_only((Tensor, torch.dtype), _wide, (args, kwargs))
+        return func(*widened[0], **widened[1])
+    except RuntimeError:
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _SHORT else value
+    return torch.float32 if value in _SHORT else value
+
+
+def _narrow(dtype: torch.dtype, value: Tensor) -> Tensor:
+    return value.to(dtype) if value.dtype == torch.float32 else value
 
 
 def _is_replaced(func: Any, tensor: Tensor, given: Any) -> bool:
@@ -234,6 +276,11 @@ def _module(kind: type[torch.nn.Module]) -> Any:
             delattr(kind, name)
             setattr(module, name, _module(inner))
     return module
+
+
+def other_size(eps: float) -> float:
+    """That of kernels of another size."""
+    return max(1e-2, 16 * eps)
 
 
 def same_size(eps: float) -> float:

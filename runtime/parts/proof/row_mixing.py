@@ -56,7 +56,7 @@ _PADDING = 3
 
 _SAMPLED, _STEPS = 64, (7919, 104729, 1299709)
 
-_METHOD = 3
+_METHOD = 4
 """Raised where one that was used before finds less."""
 
 KNOWN = "padding"

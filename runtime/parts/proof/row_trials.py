@@ -19,7 +19,16 @@ from ....compile.plan.result_forms import CheckedOps
 from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
-from .op_rows import OnlyComputes, OpRows, PaddedOps, beyond, box, run_source, same_size
+from .op_rows import (
+    OnlyComputes,
+    OpRows,
+    PaddedOps,
+    beyond,
+    box,
+    other_size,
+    run_source,
+    same_size,
+)
 from .varied_weights import in_place_of, varied
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, extreme_rows
 
@@ -33,11 +42,6 @@ _SEEDS, _ALIKE = (0, 1, 2), (3, 4, 5)
 """Of random rows, and of rows that are all alike: these make the same choice, so that one that has
 room for some of them shows, and none of their numbers is that of padding."""
 _NO_ROWS = torch.empty(0, device="cpu")
-
-
-def other_size(eps: float) -> float:
-    """That of kernels of another size."""
-    return max(1e-2, 16 * eps)
 
 
 def other_number(eps: float) -> float:
@@ -63,8 +67,9 @@ _FACTORS = {Padding.HIGH: 16.0, Padding.LOW: -16.0, Padding.OTHER: -1.0}
 _OTHER = 6
 """Added to a seed: of other rows."""
 
-_SCALES = (16.0, 1 / 16, -16.0)
-"""Of real rows in the padding of what operators compute: above or below them, alike or opposite."""
+_SCALES = (13.0, 1 / 13, -13.0)
+"""Of real rows in the padding of what operators compute: above or below them, alike or opposite. By
+no power of two, which leaves the digits of a scaled float."""
 
 
 @dataclass
@@ -180,11 +185,16 @@ class Trials:
         """As `mixes`, at the largest size, with other values in the padding of all that operators
         compute of each row alone. More inputs are tried if it reaches real rows of an operator, as
         where rows are grouped."""
+        with suppress(Exception):  # an operator may take floats of 16 bits alone
+            return self._mixes_in_operators(real, wide=True)
+        return self._mixes_in_operators(real, wide=False)
+
+    def _mixes_in_operators(self, real: Sizes, wide: bool) -> Found | None:
         source = self.compiled.plan.pieces[self.piece].text if self.untraced is None else ""
         padded, by_row = self.largest, set[tuple[int, int]]()
         padding = max(padded[size] - real[size] for size in real)
         for seed in (_SEEDS[0], *_ALIKE, *_SEEDS[1:]):
-            ops = OpRows(source)
+            ops = OpRows(source, wide)
             alone = self._run(seed, real, real, ops=ops)
             plain = [PaddedOps(source, ops, padding) for _ in range(2)]
             for each, rows in zip(plain, (Padding.RANDOM, Padding.OTHER), strict=True):

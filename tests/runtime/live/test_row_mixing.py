@@ -131,6 +131,13 @@ def by_expert(gate, expert):
     return torch.zeros_like(gate).index_add(0, order, gate[order] * (1 + expert[order]))
 
 
+def weight_of_expert(gate, expert):
+    """Rows of one expert are alike."""
+    order = expert.argsort(stable=True)
+    weights = torch.linspace(0.5, 2.0, 4)[expert[order]]
+    return torch.zeros_like(gate).index_copy(0, order, gate[order] * weights)
+
+
 class Routed(nn.Module):
     def __init__(self, weigh):
         super().__init__()
@@ -145,7 +152,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 3, 7])
 @pytest.mark.parametrize(
     ("weigh", "mixes"),
     [
@@ -153,6 +160,7 @@ class Routed(nn.Module):
         (among_four_largest, True),
         (in_order_of_rows, False),
         (by_expert, False),
+        (weight_of_expert, False),
     ],
 )
 def test_rows_that_only_a_full_expert_or_rank_mixes_are_found(weigh, mixes, seed, compile):
