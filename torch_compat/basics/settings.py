@@ -220,12 +220,13 @@ class TorchState:
         """Which switches are others now, as `name: before -> now`; empty if none is."""
         return _changes(self.switches, global_state())
 
-    def changed_in_process(self) -> str:
-        """`changed`, without what each thread has for itself."""
+    def changed_in_process(self, of_both: bool = False) -> str:
+        """`changed`, without what each thread has for itself. With `of_both`, only what was known
+        before and is now: a module of torch that was imported since has switches of its own."""
         now = global_state()
-        return _changes(
-            *({k: s[k] for k in s if not k.startswith(_OF_THREAD)} for s in (self.switches, now))
-        )
+        names = self.switches.keys() & now.keys() if of_both else self.switches.keys() | now.keys()
+        names = {name for name in names if not name.startswith(_OF_THREAD)}
+        return _changes(*({k: s[k] for k in names & s.keys()} for s in (self.switches, now)))
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:

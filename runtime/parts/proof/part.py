@@ -28,6 +28,7 @@ from ....compile.ir.locations import handled
 from ....config import Shadow
 from ....dispatch import NO_GRAPH, Batch, Decision
 from ....errors import ModelChanged, OtherRowsWritten, SetUpOnFirstUse
+from ....torch_compat.basics.settings import TorchState
 from ...capture.dummy_batch import preserve_rng_state
 from ...capture.installed_graph import InstalledGraph
 from ...core.allowed_work import allow_compilation
@@ -91,6 +92,9 @@ class ProofPart(Part):
         self._changing = set[str]()
         """Attributes that a step has changed."""
         self._proved_code: Any = None
+        self._state = TorchState.now()
+        """Until the first capture that of `prepare`, then that of this capture."""
+        self._has_captured = False
 
     @checked
     def prove_with(self, keep: Keep, rebuild: Keep) -> None:
@@ -162,6 +166,8 @@ class ProofPart(Part):
                 self.coverage.forget(graph_index)
 
     def captured(self, graph: InstalledGraph) -> None:
+        if not self._has_captured:
+            self._has_captured, self._state = True, TorchState.now()
         self.coverage.forget(graph.index)
 
     def code_replaced(self, code: ModelCode) -> None:
@@ -317,8 +323,8 @@ class ProofPart(Part):
                 self._steady = runs.is_repeated(step, expected)
                 verdict["unproved"] = "" if self._steady else UNSTEADY
             wrong = runs.difference(step, expected, got) if self._steady else None
-            if wrong is not None and wrong.unknown:
-                verdict["unproved"] = wrong.unknown
+            if wrong is not None and (doubt := wrong.unknown or self._other_settings()):
+                verdict["unproved"] = doubt
             elif wrong is not None:
                 cause, graphs = find_cause(runs, step, expected, self._steps.code.compiled.traced)
                 apart = wrong.difference if isfinite(wrong.difference) else None
@@ -329,7 +335,8 @@ class ProofPart(Part):
         except NotRepeatable as error:
             verdict["stop"] = [error.reason, error.detail]
         except Exception as error:
-            verdict["stop"] = [Stopped.FAILED, handled(error)]
+            verdict["unproved"] = self._other_settings()
+            verdict["stop"] = None if verdict["unproved"] else [Stopped.FAILED, handled(error)]
         try:
             verdicts = step.ranks.finish(
                 verdict, lambda way: runs.run_alone(step, way, step.before)
@@ -338,6 +345,12 @@ class ProofPart(Part):
             final.restore()
         self._conclude(step, verdicts, verdict["wrong"] is not None)
         return right
+
+    def _other_settings(self) -> str:
+        """Why a difference may be that of the process: another thread that loads a model sets the
+        default dtype for all of them. One that is gone meanwhile is seen as rounding."""
+        changed = self._state.changed_in_process(of_both=True)
+        return f"settings of the process are others: {changed}" if changed else ""
 
     def _conclude(self, step: KeptStep, verdicts: Sequence[Any], is_wrong: bool) -> None:
         """Do what the verdicts of all ranks say; the step is saved where it `is_wrong`."""

@@ -112,6 +112,28 @@ def test_a_step_of_which_rounding_leaves_nothing_is_not_proved(prepare_live, mon
     assert reason in [row["not_yet"] for row in facts["graphs"]]
 
 
+class Filled(Model):
+    def forward(self, x):
+        return super().forward(x) * torch.full((HIDDEN,), 0.37)
+
+
+def test_a_step_beside_a_load_under_another_default_dtype_is_not_wrong(prepare_live):
+    """The uncompiled model runs under the settings of now: all graphs left service."""
+    served, x = prepare_live(Filled(), shadow=EACH), torch.rand(3, HIDDEN)
+    served.prepared.capture()
+    torch.set_default_dtype(torch.float64)
+    try:
+        served.prepared(x, batch=Batch(3, 3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    facts = served.prepared.report()["shadow"]
+    assert (facts["wrong"], facts["stopped"], facts["proved"]) == ([], None, [])
+    (skipped,) = facts["skipped"]
+    assert skipped.endswith("are others: default_dtype: torch.float32 -> torch.float64")
+    assert run(served, 3)
+    assert [row["count"] for row in served.prepared.report()["shadow"]["proved"]] == [1]
+
+
 def test_a_default_device_of_the_engine_reaches_nothing(prepare_live):
     """A capture, a proof and a step make tensors of their own."""
     served, x = prepare_live(shadow=EACH), torch.rand(3, HIDDEN)
