@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from ....config import Eager, Lazy, Strategy
 from ....dispatch import Batch, CapturePhase, Decision, Dispatcher
+from ....torch_compat.basics.settings import TorchState
 from ...capture.capture_all import Progress
 from ...capture.captures import Captures
 from ...core.allowed_work import allow_compilation
@@ -51,6 +52,10 @@ class StrategyCapturer:
         self._dispatcher = dispatcher
         self._counts = counts
         self._records = captures.records
+        self.settings = TorchState.now()
+        """Those under which graphs are captured between steps."""
+        self._others = ""
+        """The settings that are others, while captures wait for them."""
         self._left: tuple[list[GraphState], float] = [], 0.0
         """The graphs that there were before they were freed to return, and when that was."""
         self._probes: Iterator[float] | None = None
@@ -231,7 +236,7 @@ class StrategyCapturer:
         """Capture those of `indices`, in order, that fit the budget and the memory."""
         admitted = self._admitted(budget, indices)
         graph_index = next(admitted, None)
-        if graph_index is None or not self._captures.backend.may_capture():
+        if graph_index is None or not self._captures.backend.may_capture() or self._must_wait():
             return 0
         count = 0
         with self._captures.session(prepare=False) as session:
@@ -247,6 +252,17 @@ class StrategyCapturer:
         self.limit.return_to_limit()
         self._refresh_active()
         return count
+
+    def _must_wait(self) -> bool:
+        """Whether settings of the process are others now, on any rank: a graph would keep what a
+        thread that loads a model has set for a while, such as the default dtype."""
+        changed = self.settings.changed_in_process(of_both=True)
+        told = self._captures.exchange("settings of captures", {"changed": changed})
+        others = next(filter(None, (one["changed"] for one in told)), "")
+        if others and others != self._others:
+            self._records.events.emit("capture.waits", level=logging.WARNING, changed=others)
+        self._others = others
+        return bool(others)
 
     def _admitted(self, budget: CaptureBudget, indices: Iterator[int]) -> Iterator[int]:
         for graph_index in indices:

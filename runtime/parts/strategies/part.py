@@ -16,12 +16,13 @@ import torch
 from ....compile.ir.locations import handled
 from ....dispatch import Batch, Decision
 from ....errors import DummyStepFailed
+from ....torch_compat.basics.settings import TorchState
 from ...capture.captures import Captures
 from ...capture.dummy_batch import MetadataFor
 from ...core.arguments import checked, must_be_within
 from ...core.code import ModelCode
 from ...core_model import CoreModel
-from ...part import Modes, Part
+from ...part import CaptureSet, Modes, Part
 from .capturer import StrategyCapturer
 from .ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 
@@ -37,6 +38,8 @@ class StrategiesPart(Part):
     def __init__(self, core: CoreModel) -> None:
         self._core = core
         self._ledger: MemoryLedger | None = None
+        self._settings = TorchState.now()
+        """Of the last capture that the engine asked for; before it those of `prepare`."""
 
     @checked
     def idle(self, budget_ms: float) -> int:
@@ -84,6 +87,10 @@ class StrategiesPart(Part):
         strategy = {"kind": config.strategy.kind.value, **config.strategy.model_dump()}
         return {"strategy": strategy, "memory_limit": config.steps.memory_limit}
 
+    def around_capture(self, capture: CaptureSet) -> CaptureSet:
+        self._settings = self.capturer.settings = TorchState.now()
+        return capture
+
     def make_capturer(self, captures: Captures) -> StrategyCapturer:
         config, steps = self._core.environment.config, self._core.steps
         self.capturer = StrategyCapturer(
@@ -93,6 +100,7 @@ class StrategiesPart(Part):
             steps.dispatcher,
             steps.usage.counts,
         )
+        self.capturer.settings = self._settings
         return self.capturer
 
     @property

@@ -305,6 +305,47 @@ def test_ranks_bring_back_the_same_graphs(make):
     assert orders[0][:3] == ["FULL 1", "FULL 8", "FULL 4"]
 
 
+@pytest.mark.parametrize("strategy", ["delayed", "lazy", "eager"])
+def test_captures_between_steps_wait_while_another_thread_has_set_the_default_dtype(make, strategy):
+    """A graph keeps what operators read of it. The captures that an engine asks for are its own."""
+    served = make(strategy=strategy)
+    served.prepared.capture()
+    if strategy == "eager":
+        served.prepared.release(keep="plan")
+    before = served.captured()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1)).reason != "exact"
+        assert served.prepared.capture_idle(1e9) == 0
+        assert served.captured() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (waits,) = served.prepared.events.named("capture.waits")
+    assert waits.facts == {"changed": "default_dtype: torch.float32 -> torch.float64"}
+    assert served.decode(2) == "FULL 2"
+    assert (
+        served.prepared.capture_idle(1e9) == len(EVERYTHING) - len(before) - 1 or strategy == "lazy"
+    )
+
+
+def test_captures_of_code_that_takes_over_meanwhile_wait_for_the_same_settings(make):
+    served = make(strategy="lazy")
+    served.prepared.capture()
+    served.prepared.release()
+    torch.set_default_dtype(torch.float64)
+    try:
+        core = served.prepared._core
+        core.serve(core.code.compiled)
+        core.capturer.startup_while_serving()
+        core.link()
+        served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert served.captured() == []
+    served.decode(2)
+    assert len(served.captured()) == 1
+
+
 def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make):
     served = make(strategy="lazy")
     served.prepared.release(keep="plan")
