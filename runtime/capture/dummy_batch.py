@@ -41,7 +41,7 @@ from ..core.preserved import SavedMemory, preserve
 from ..core.static_inputs import BoundInputs
 from ..forward_context import ForwardContext, forward_context
 from ..tensors_by_path import tensors_by_path
-from .first_use import STAYS, run_twice
+from .first_use import STAYS, Places, run_twice
 from .session import agreeing
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
@@ -192,7 +192,7 @@ class DummyBatches:
     def _run_twice(
         self, code: ModelCode, views: tuple[Tensor, ...], state: Mapping[str, Tensor]
     ) -> None:
-        """Raises SetUpOnFirstUse."""
+        """Raises SetUpOnFirstUse and StateChanged."""
         metadata = HeldValues({"metadata": self.context.metadata}, depth=3)
         layers = {f"layers[{name!r}]": each for name, each in self.context.layers.items()}
 
@@ -205,9 +205,14 @@ class DummyBatches:
         for path, layer in layers.items():
             held |= tensors_by_path(path, layer)
         parameters = {} if code.compiled.traced else dict(model.named_parameters())
-        held |= {**_held_by_modules(model), **dict(model.named_buffers()), **parameters}
+        own = {**_held_by_modules(model), **dict(model.named_buffers()), **parameters}
+        held |= own
         objects = dict(model.named_modules()) | layers
-        tensors, attributes = run_twice(run, objects, state, held, views, self._emit)
+        names = (f"input {each.label}" for each in code.compiled.plan.inputs)
+        places = Places({**code.compiled.weights, **own, **dict(zip(names, views, strict=False))})
+        call = partial(places.observe, run)
+        tensors, attributes = run_twice(call, objects, state, held, views, self._emit)
+        places.check()
         written = [each for name, each in parameters.items() if name in tensors]
         if written or attributes:
             self._changed_by_each_run[code] = partial(_as_before, objects, attributes, written)

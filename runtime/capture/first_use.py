@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...compile.held_values import HeldValues
 from ...compile.ir.ops import is_custom
-from ...errors import SetUpOnFirstUse
+from ...errors import SetUpOnFirstUse, StateChanged
 from ...torch_compat.basics.ops import op_name
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
@@ -86,6 +86,33 @@ def run_twice(
         emit("first_use", level=logging.INFO, op=blame.op, names=sorted(set_up))
     before.restore(each_run[1])
     return each_run
+
+
+class Places:
+    """Where tensors lie and in which form, by name. A tensor of which each run changes that, as by
+    `self.state.data = …`, lies elsewhere than a graph reads it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: each for name, each in tensors.items() if has_plain_memory(each)}
+        self._before = {name: each.detach() for name, each in self._tensors.items()}
+        self._changed = self._tensors.keys() | set[str]()
+
+    def observe(self, run: Callable[[], object]) -> None:
+        before = self._now()
+        run()
+        now = self._now()
+        self._changed &= {name for name in before if before[name] != now[name]}
+
+    def check(self) -> None:
+        """Raises StateChanged; the tensors are then as before."""
+        for name in self._changed:
+            self._tensors[name].data = self._before[name]
+        if self._changed:
+            raise StateChanged(name=", ".join(sorted(self._changed)))
+
+    def _now(self) -> dict[str, tuple[Any, ...]]:
+        named = self._tensors.items()
+        return {name: (each.data_ptr(), each.shape, each.stride()) for name, each in named}
 
 
 class _Tensors:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, ForwardContext, forward_context, prepare
-from piecegraph.errors import SetUpOnFirstUse
+from piecegraph.errors import AllCapturesFailed, SetUpOnFirstUse
 from piecegraph.runtime.capture.first_use import SMALL, UNDONE
 from piecegraph.runtime.capture.op_log import OpLog
 from piecegraph.runtime.forward_context import get_forward_context
@@ -375,3 +375,63 @@ def test_a_run_whose_operators_are_logged_cannot_tell_what_it_writes():
             counts.append(writes_counted(table))
     assert counts[0] > 0
     assert counts[1] == counts[0]
+
+
+class Moving(nn.Module):
+    """Gives a tensor other memory, or another form, in each run."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4, 4))
+        self.move = move
+
+    def forward(self, x):
+        return x + self.move(self, x)
+
+
+def moved_by_data(model, x):
+    model.count.data = model.count + 1
+    return model.count[0]
+
+
+def moved_by_set(model, x):
+    return model.count.set_(model.count + 1)[0]
+
+
+def turned(model, x):
+    return model.count.t_()[0]
+
+
+def moved_input(model, x):
+    x.data = x.data * 2
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("move", "compiles", "name"),
+    [
+        (moved_by_data, True, "count"),
+        (moved_input, True, "input x"),
+        (moved_by_set, False, "count"),
+        (turned, False, "count"),
+        (moved_input, False, "input x"),
+    ],
+)
+def test_a_tensor_that_each_run_gives_other_memory_is_refused(move, compiles, name):
+    model = Moving(move)
+    prepared = prepare(model, small_config(compile=compiles), backend=strict_backend())
+    memory = model.count.data_ptr(), model.count.stride()
+    with pytest.raises(AllCapturesFailed, match=f"StateChanged: .* tensors in {name} for"):
+        prepared.capture()
+    assert (model.count.data_ptr(), model.count.stride()) == memory
+
+
+def test_memory_that_the_first_run_makes_larger_may_be_moved():
+    def grown(model, x):
+        return model.count.resize_(16, 4).fill_(2.0)[0]
+
+    model = Moving(grown)
+    prepared = prepare(model, small_config(4, compile=False), backend=strict_backend())
+    prepared.capture()
+    result = prepared(torch.ones(4, 4), batch=Batch(4, 4))
+    assert result.unique().item() == 3
