@@ -87,7 +87,7 @@ def _acquire(
             lock.acquire(timeout=left, poll_interval=POLL_SECONDS)
         except Timeout:
             waited = time.monotonic() - began
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # of older versions, without flock
             return go_on_unlocked(events, label, f"locking failed: {error}")
         else:
             waited = time.monotonic() - began

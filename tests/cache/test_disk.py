@@ -210,6 +210,17 @@ def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(cach
         file.close()
 
 
+def test_a_file_system_without_locks_is_done_without(cache, key, monkeypatch):
+    """Older versions of filelock raise no OSError for that."""
+
+    def acquire(*args, **options):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    with cache.single_flight("artifact", key) as flight:
+        assert flight is Flight.UNLOCKED
+
+
 def test_a_loop_of_links_is_an_error_with_advice(tmp_path, events):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(CacheNotWritable):
