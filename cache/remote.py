@@ -211,8 +211,9 @@ class RemoteLayer:
         except FileNotFoundError as error:
             cause = error.__cause__
             is_absent = cause is None or isinstance(cause, FileNotFoundError)
-            # fsspec raises that for each failure of a server
-            if self._is_http and not is_absent and getattr(cause, "status", None) not in ABSENT:
+            # fsspec raises that for each failure of an http server, and for a bucket
+            failed = self._is_http and getattr(cause, "status", None) not in ABSENT
+            if not is_absent and (failed or type(cause).__name__ == "NoSuchBucket"):
                 raise OSError(f"{type(cause).__name__}: {cause}") from error
             raise
         except Exception as error:

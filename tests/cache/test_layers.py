@@ -287,6 +287,12 @@ def test_a_shared_directory_that_is_not_there_is_no_empty_one(root, tmp_path, ke
     assert Cache(root, Events(), shared=shared).lookup("artifact", key).reason == "absent"
 
 
+def test_a_bucket_that_is_not_there_is_no_empty_one(bucket, key):
+    for url, reason in ((f"{bucket}/empty", "absent"), (f"{bucket}-wrong/x", "unreadable")):
+        missed = Cache(None, Events(), shared=[RemoteLayer(url, trust_all)]).lookup("bundle", key)
+        assert missed.reason == reason, url
+
+
 def test_unknown_protocol_is_a_clear_error():
     with pytest.raises(LayerFailed, match="extra `remote`"):
         RemoteLayer("nosuch://bucket/x", trust_all)
