@@ -69,6 +69,10 @@ RULES: Mapping[str, tuple[str, str]] = {
         "{recording} reads {tensors}, whose addresses no step checks",
         "Name them with `prepared.watch(name, tensor)`, or put them into `layers`.",
     ),
+    "capture.waits": (
+        "graphs are not captured between steps while settings of the process are others: {changed}",
+        "Set them back, as after a load of another model, or call capture() under those of now.",
+    ),
     "compile.library_failed": (
         "the next start loads code with Inductor: {reason}",
         "Unbacked sizes have no libraries; else look for g++ with `piecegraph doctor`.",
