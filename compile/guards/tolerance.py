@@ -23,6 +23,9 @@ from ..ir.ops import tensors_in, written_by
 FLOOR = 8.0
 """Differences that are never wrong, in units of the dtype's precision."""
 
+LEVEL = 2 * FLOOR
+"""The difference of integers of 8 bits that are one apart: only rounding excuses it."""
+
 FACTOR = 8.0
 """How much more than the largest measured effect of rounding a difference may be."""
 
@@ -53,10 +56,21 @@ def differences(expected: Any, got: Any) -> Tensor:
     """The largest difference in each row of all results, float64 on the CPU.
 
     Infinite for what is not comparable: another shape or dtype, other integers or values, a NaN or
-    an infinity that only one has. A vector is one row. Integers of 8 bits may be quantized: they
-    count what they are apart.
+    an infinity that only one has. A vector is one row. Integers of 8 bits may be quantized: one
+    apart is LEVEL.
     """
     return torch.cat([_NONE, *_differences(expected, got)])
+
+
+def relative_differences(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
+    """As `differences`, relative to the largest element of a row, or to the 256 values of integers
+    of 8 bits; and the precision of the dtype, which is zero for integers."""
+    if one.dtype in _QUANTIZED:
+        return differences(one, other) / LEVEL / 256, 0.0
+    if not (one.dtype.is_floating_point or one.dtype.is_complex):
+        return differences(one, other), 0.0
+    eps = precision(one.dtype)
+    return differences(one, other) * eps, eps
 
 
 def _differences(expected: Any, got: Any) -> list[Tensor]:
@@ -87,7 +101,7 @@ def _row_differences(want: Any, have: Any) -> Tensor:
     apart: Tensor = (one - other).abs().nan_to_num(torch.inf).masked_fill_(same, 0.0)
     apart = apart.reshape(rows, -1).amax(1)
     if want.dtype in _QUANTIZED:
-        return apart.cpu()
+        return apart.cpu() * LEVEL
     size = one.abs().nan_to_num(0.0, 0.0, 0.0).reshape(rows, -1).amax(1)
     smallest = torch.finfo(want.dtype).tiny
     return (apart / size.clamp(min=smallest) / precision(want.dtype)).cpu()

@@ -3,7 +3,7 @@ mix. Compiled code is not seen op by op, the source of its piece is.
 
 Inputs may not lead to the data for which padding reaches a real row, as a ranking that is full, or
 an expert that has no room. Such a run has other values in the padding of what operators compute. It
-computes in float32 where the model does in 16 bits, whose rounding hides what padding changes.
+computes in more bits than the model does, whose rounding hides what padding changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....compile.guards.tolerance import differences, precision
+from ....compile.guards.tolerance import precision, relative_differences
 from ....compile.ir.locations import lines_of, user_line
 from ....compile.ir.ops import tensors_in, written_by
 from ....torch_compat.basics.tensors import LightDispatchMode, storage_id, tree_map_only
@@ -35,13 +35,13 @@ class _Op(NamedTuple):
 
 class OpRows(LightDispatchMode):
     """Keeps the results of each operator, and the user's line: of the source of a piece, if it is
-    stated, by its comments. If `wide`, see `in_float32`."""
+    stated, by its comments. A `wide` run computes as `in_other_dtypes` of more bits."""
 
     sees_inside = True
 
     def __init__(self, source: str = "", wide: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.wide = wide
+        self.wide, self._dtypes = wide, _wider_dtypes()
         self.ops: list[_Op] = []
         self.written_at: str | None = None
         """The line of the first op that writes to an argument of the piece."""
@@ -50,7 +50,10 @@ class OpRows(LightDispatchMode):
         self._places = [place for _, place in lines_of(source)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = (in_float32 if self.wide else _called)(func, args, kwargs or {})
+        if self.wide:
+            result = in_other_dtypes(self._dtypes, func, args, kwargs or {})
+        else:
+            result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ALLOCATIONS:
             for tensor in tensors_in(result):
                 tensor.zero_()
@@ -179,43 +182,44 @@ class PaddedOps(OpRows):
         rows[at] = values[at % len(values)] * (self._factor if floats else 1)
 
 
-def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+def _wider_dtypes() -> dict[torch.dtype, torch.dtype]:
+    """The dtype to compute in instead of another one whose rounding hides what padding changes; of
+    float32, too, where a device may compute its products in TF32."""
+    short = (torch.float16, torch.bfloat16)
+    if precision(torch.float32) == torch.finfo(torch.float32).eps:
+        return dict.fromkeys(short, torch.float32)
+    return dict.fromkeys((*short, torch.float32), torch.float64)
 
 
-_SHORT = (torch.float16, torch.bfloat16)
-
-
-def in_float32(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives if floats of 16 bits are float32. Views are as they are, and so are
+def in_other_dtypes(
+    dtypes: Mapping[torch.dtype, torch.dtype], func: Any, args: Any, kwargs: Any
+) -> Any:
+    """What an operator gives if floats are of other `dtypes`. Views are as they are, and so are
     memory that it writes, and an operator that takes no other dtype."""
     if func.is_view:
         return func(*args, **kwargs)
-    written = [each.dtype for each in written_by(func, args, kwargs) if each.dtype in _SHORT]
-    if written:
+
+    def other(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtypes.get(value.dtype, value.dtype))
+        return dtypes.get(value, value)
+
+    def that_of(memory: Tensor, value: Tensor) -> Tensor:
+        return value.to(memory.dtype) if value.dtype in dtypes.values() else value
+
+    if written := [each for each in written_by(func, args, kwargs) if each.dtype in dtypes]:
         try:
             return func(*args, **kwargs)
         except RuntimeError:  # values have to be of the dtype of the memory
-            return func(*tree_map_only(Tensor, partial(_narrow, written[0]), args), **kwargs)
-    dtypes = [tensor.dtype for tensor in tensors_in((args, kwargs))]
-    floats = sum(dtype.is_floating_point for dtype in dtypes)
-    if floats == 1 < len(dtypes):  # moves rows of what may be a large table
-        return tree_map_only(Tensor, _wide, func(*args, **kwargs))
+            return func(*tree_map_only(Tensor, partial(that_of, written[0]), args), **kwargs)
+    given = [tensor.dtype.is_floating_point for tensor in tensors_in((args, kwargs))]
+    if sum(given) == 1 < len(given):  # moves rows of what may be a large table
+        return tree_map_only(Tensor, other, func(*args, **kwargs))
     try:
-        widened = tree_map_only((Tensor, torch.dtype), _wide, (args, kwargs))
-        return func(*widened[0], **widened[1])
+        converted = tree_map_only((Tensor, torch.dtype), other, (args, kwargs))
+        return func(*converted[0], **converted[1])
     except RuntimeError:
         return func(*args, **kwargs)
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _SHORT else value
-    return torch.float32 if value in _SHORT else value
-
-
-def _narrow(dtype: torch.dtype, value: Tensor) -> Tensor:
-    return value.to(dtype) if value.dtype == torch.float32 else value
 
 
 def _is_replaced(func: Any, tensor: Tensor, given: Any) -> bool:
@@ -295,9 +299,9 @@ _SUBTRACTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def beyond(one: Tensor, other: Tensor, limit: Callable[[float], float]) -> Tensor:
     """The rows that differ by more than the limit, which depends on the precision of the dtype."""
-    eps = precision(one.dtype) if one.dtype.is_floating_point or one.dtype.is_complex else 1.0
     if one.dtype in _SUBTRACTED and one.dim() > 1 and one.numel() and one.shape == other.shape:
         apart, size = ((each.abs().flatten(1).amax(1)) for each in (one - other, one))
-        if bool((apart <= limit(eps) / 2 * size).all()):  # not if one is NaN
+        if bool((apart <= limit(precision(one.dtype)) / 2 * size).all()):  # not if one is NaN
             return torch.zeros(len(one), dtype=torch.bool, device="cpu")
-    return differences(one, other) * eps > limit(eps)
+    relative, eps = relative_differences(one, other)
+    return relative > limit(eps)

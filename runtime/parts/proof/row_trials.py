@@ -470,16 +470,17 @@ def _differing(
     moved: Callable[[], _Outcome] | None,
 ) -> dict[str, Tensor]:
     """The rows of state, and the real rows, that differ between two outcomes, by name. State comes
-    first: results that are made from it follow."""
+    first: results that are made from it follow. What the model leaves as it was has to be left."""
     found = dict[str, Tensor]()
     states = [each.state for each in (one, other, alone)]
     for name in dict.fromkeys([*one.state, *other.state]):
         before = next(state[name].before for state in states if name in state)
         first, second, model = (_after(state, name, before) for state in states)
-        found[name] = beyond(first, second, limit)
+        found[name] = _rows_changed(before, model, first, second, limit)
         if moved is not None and found[name].any():
             reserved = _after(moved().state, name, before) == model
-            found[name] = beyond(first, torch.where(reserved, first, second), limit)
+            first, second = (torch.where(reserved, model, each) for each in (first, second))
+            found[name] = _rows_changed(before, model, first, second, limit)
     for name in dict.fromkeys([*one.rows, *other.rows]):
         if name in one.rows and name in other.rows and name in alone.rows:
             real = box(tuple(alone.rows[name].shape))
@@ -487,6 +488,16 @@ def _differing(
         else:
             found[name] = torch.ones(1, dtype=torch.bool, device="cpu")
     return {name: rows for name, rows in found.items() if rows.any()}
+
+
+def _rows_changed(
+    before: Tensor, model: Tensor, one: Tensor, other: Tensor, limit: Callable[[float], float]
+) -> Tensor:
+    """The rows of state that differ between two runs, or of which `other` changes what `model` does
+    not."""
+    is_written = (other != before) & (model == before)
+    rows = len(before) if before.dim() > 1 else 1
+    return beyond(one, other, limit) | is_written.reshape(rows, -1).any(1).cpu()
 
 
 def _after(state: Mapping[str, WrittenMemory], name: str, before: Tensor) -> Tensor:

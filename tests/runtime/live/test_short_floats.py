@@ -112,6 +112,16 @@ def test_rows_that_mix_by_less_than_rounding_could_are_found(case, dtype, compil
     assert of_right_steps(prepared_for(model, compiles), model) == ["FULL", "NONE", "NONE", "NONE"]
 
 
+def test_reduced_products_of_float32_hide_nothing():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        model = Model(torch.float32, lambda y: y * (1 + (gate(y) - 1) / 4))
+        assert set(of_right_steps(prepared_for(model), model)[1:]) == {"NONE"}
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("case", ROW_WISE)
 def test_rows_that_do_not_mix_are_padded(case):
     model = Model(torch.bfloat16, ROW_WISE[case])
