@@ -6,10 +6,10 @@ same row of the inputs, and if padding writes nothing that is kept. Attention, w
 runs between pieces or is given the real sizes by its metadata. Each unique piece is run on random
 inputs, padded and at the real size, and its results and what it wrote are compared:
 
-- at one pair of sizes, padded with random rows, with rows that are a maximum, a minimum or zero,
-  and with rows all above or all below the real ones;
-- at the largest captured size with other values in the padding of what operators compute, as inputs
-  may not lead to a rank that padding takes, or to an expert that has no room;
+- at one pair of sizes, padded with random rows, and with rows of a maximum, a minimum or zeros;
+- at the largest captured size with other values in the padding of what operators compute, all above
+  or all below the real rows, as inputs may not lead to a rank that padding takes, or to an expert
+  that has no room;
 - for each captured size at the smallest batch that it serves, and at the largest one for which a
   number that the model makes of its number of tokens is another.
 

@@ -55,14 +55,9 @@ class Padding(Enum):
     RANDOM = auto()
     EXTREME = auto()
     """A maximum, a minimum or zero, in turn."""
-    HIGH = auto()
-    """All are above the real rows: a middle of all rows is another one."""
-    LOW = auto()
     OTHER = auto()
     """Rows of other inputs, but for the last one."""
 
-
-_FACTORS = {Padding.HIGH: 16.0, Padding.LOW: -16.0, Padding.OTHER: -1.0}
 
 _OTHER = 6
 """Added to a seed: of other rows."""
@@ -172,14 +167,11 @@ class Trials:
     def _by_padding(
         self, seed: int, real: Sizes, padded: Sizes, alone: _Outcome, first: _Outcome
     ) -> dict[str, Tensor]:
-        """What differs between the `first` padded run and others of its size. Which row it is
-        depends on the inputs, as by a median of all rows."""
-        moved, found = self._moved(seed, real, padded), dict[str, Tensor]()
-        for padding in (Padding.EXTREME, Padding.HIGH, Padding.LOW):
-            other = self._run(seed, real, padded, padding)
-            depends = _differing(alone, first, other, same_size, moved)
-            found |= {name: rows.any().view(1) for name, rows in depends.items()}
-        return found
+        """What differs between the `first` padded run and another of its size. Which row it is
+        depends on the inputs."""
+        other = self._run(seed, real, padded, Padding.EXTREME)
+        depends = _differing(alone, first, other, same_size, self._moved(seed, real, padded))
+        return {name: rows.any().view(1) for name, rows in depends.items()}
 
     def mixes_in_operators(self, real: Sizes) -> Found | None:
         """As `mixes`, at the largest size, with other values in the padding of all that operators
@@ -382,8 +374,8 @@ class Trials:
             else:
                 _, dims = form_of(plan, name)
                 window, inside = (box(_shape(dims, each, plan)) for each in (padded, real))
-                if padding in _FACTORS and rows.is_floating_point():
-                    value = (other[window] * _FACTORS[padding]).contiguous()
+                if padding is Padding.OTHER and rows.is_floating_point():
+                    value = -other[window].contiguous()
                 else:
                     source = rows if padding is Padding.RANDOM or real == padded else extreme
                     value = source[window].clone(memory_format=torch.contiguous_format)
