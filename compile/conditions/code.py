@@ -124,7 +124,7 @@ class _Follower:
         self._written: set[str] = set()
         """Paths of what the code itself writes to."""
         self._functions: list[types.FunctionType] = []
-        self._modules: dict[str, types.ModuleType] = {}
+        self._reached: dict[str, types.ModuleType] = {}
 
     def follow(self, value: Any, path: str) -> None:
         if path in self._written:
@@ -143,14 +143,14 @@ class _Follower:
     def follow_modules(self) -> None:
         """Follow what the code names of each module that it reaches in any way."""
         size = 0
-        while self._modules and size < len(self.parts):
+        while self._reached and size < len(self.parts):
             size = len(self.parts)
             self._follow_named(_CODE)  # before data, which this code may write
             self._follow_named(object)
 
     def _follow_named(self, kind: Any) -> None:
         functions = [*self._functions]
-        for path, module in [*self._modules.items()]:
+        for path, module in [*self._reached.items()]:
             held = vars(module)
             for function in functions:
                 if function.__globals__ is held:
@@ -179,7 +179,7 @@ class _Follower:
             version = _version(value.__name__)
             self.parts[path] = f"module {value.__name__}{version}"
             if not version:
-                self._modules[path] = value
+                self._reached[path] = value
         elif (text := plain_text(value, path)) is not None:
             self.parts[path] = text
         elif type(value) in (set, frozenset):
@@ -198,12 +198,9 @@ class _Follower:
         # its `__module__` may be that of a function it wraps
         version = _version(str(function.__globals__.get("__name__") or function.__module__))
         self.parts[path] = function_text(function) + version
-        wraps_users = not _version(
-            str(function.__module__)
-        )  # a wrapper has the name of its content
-        if version and "<locals>" not in (
-            function.__code__.co_qualname if wraps_users else function.__qualname__
-        ):
+        wraps_users = not _version(str(function.__module__))  # and has the name of the user's
+        name = function.__code__.co_qualname if wraps_users else function.__qualname__
+        if version and "<locals>" not in name:
             return
         self._written |= {f"{path}.{written}" for written in written_parts(function.__code__)}
         yield from ((f".{name}", value) for name, value in closure_values(function).items())

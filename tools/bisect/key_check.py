@@ -147,7 +147,7 @@ class _Watching(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = ACTIVE.get()
-        if recorder is None or not recorder.in_op:
+        if recorder is not None and not recorder.in_op:  # in a capture
             shown = [_host_value(each) for each in tree_leaves((args, kwargs or {}))]
             self.operations.append(f"{overload_name(func)}({', '.join(shown)})")
         return func(*args, **(kwargs or {}))
