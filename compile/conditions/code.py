@@ -198,7 +198,8 @@ class _Follower:
         # its `__module__` may be that of a function it wraps
         version = _version(str(function.__globals__.get("__name__") or function.__module__))
         self.parts[path] = function_text(function) + version
-        wraps_users = not _version(str(function.__module__))  # and has the name of the user's
+        # a wrapper of an installed package may have the names of the user's function
+        wraps_users = not _version(str(function.__module__))
         name = function.__code__.co_qualname if wraps_users else function.__qualname__
         if version and "<locals>" not in name:
             return

@@ -105,7 +105,7 @@ class Tape(TensorTracker):
             with torch.DisableTorchFunction():
                 self.fresh(result, used)
                 given = {storage_id(tensor) for tensor in used}
-                # an op in the piece chooses anew where to write, such as to memory that it keeps
+                # each run of an op in the piece may write to another buffer of its own
                 chosen = [each for each in memory_of(result) if storage_id(each) not in given]
                 self._record(fn, args, {}, result, chosen)
         return result

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,9 @@ from ...backends.ownership import ALLOCATIONS
 
 _SOURCE = "<source of a piece>"
 
+Dtypes = Mapping[torch.dtype, torch.dtype]
+"""By dtype the one to compute in instead."""
+
 
 class _Op(NamedTuple):
     func: Any
@@ -35,13 +38,13 @@ class _Op(NamedTuple):
 
 class OpRows(LightDispatchMode):
     """Keeps the results of each operator, and the user's line: of the source of a piece, if it is
-    stated, by its comments. A `wide` run computes as `in_other_dtypes` of more bits."""
+    stated, by its comments. With other `dtypes` it computes as `in_other_dtypes`."""
 
     sees_inside = True
 
-    def __init__(self, source: str = "", wide: bool = False) -> None:
+    def __init__(self, source: str = "", dtypes: Mapping[torch.dtype, torch.dtype] = {}) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.wide, self._dtypes = wide, _wider_dtypes()
+        self.dtypes = dtypes
         self.ops: list[_Op] = []
         self.written_at: str | None = None
         """The line of the first op that writes to an argument of the piece."""
@@ -50,8 +53,8 @@ class OpRows(LightDispatchMode):
         self._places = [place for _, place in lines_of(source)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.wide:
-            result = in_other_dtypes(self._dtypes, func, args, kwargs or {})
+        if self.dtypes:
+            result = in_other_dtypes(self.dtypes, func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ALLOCATIONS:
@@ -131,7 +134,7 @@ class PaddedOps(OpRows):
         others: Mapping[tuple[int, int], _Replaced] | None = None,
         factor: float = 1.0,
     ) -> None:
-        super().__init__(source, alone.wide)
+        super().__init__(source, alone.dtypes)
         self._alone, self._padding = alone.ops, padding
         self._others, self._factor = others, factor
         self._rows: dict[tuple[int, int], _Rows] = {}
@@ -158,15 +161,20 @@ class PaddedOps(OpRows):
             dims = [d for d, n in enumerate(tensor.shape) if real.shape[d] != n]
             is_made = storage_id(tensor) not in memory
             if len(dims) == 1 and is_made and _is_replaced(func, tensor, given):
-                in_front = not beyond(one, real, other_size).any()  # and not among grouped rows
-                if self._others is None and in_front:
-                    each = (tensor.shape[dims[0]] - one.shape[dims[0]]) // self._padding
-                    rows = _Rows(dims[0], real.clone(), _numbers(tensor, dims[0]), max(1, each))
-                    self._rows[at, number] = rows
-                elif self._others is not None and (at, number) in self._others:
+                if self._others is None:
+                    self._note_rows((at, number), dims[0], one, tensor, real)
+                elif (at, number) in self._others:
                     self._replace(tensor, real, self._others[at, number])
             kept.append(real.clone())
         return kept
+
+    def _note_rows(
+        self, place: tuple[int, int], dim: int, one: Tensor, tensor: Tensor, real: Tensor
+    ) -> None:
+        """Unless the `real` rows of a result lie elsewhere, as rows that are grouped by expert."""
+        if not beyond(one, real, other_size).any():
+            each = (tensor.shape[dim] - one.shape[dim]) // self._padding
+            self._rows[place] = _Rows(dim, real.clone(), _numbers(tensor, dim), max(1, each))
 
     def _replace(self, tensor: Tensor, real: Tensor, others: _Replaced) -> None:
         is_other_size = len(others.rows) != tensor.shape[others.dim]
@@ -182,7 +190,7 @@ class PaddedOps(OpRows):
         rows[at] = values[at % len(values)] * (self._factor if floats else 1)
 
 
-def _wider_dtypes() -> dict[torch.dtype, torch.dtype]:
+def wider_dtypes() -> Dtypes:
     """The dtype to compute in instead of another one whose rounding hides what padding changes; of
     float32, too, where a device may compute its products in TF32."""
     short = (torch.float16, torch.bfloat16)
@@ -191,9 +199,7 @@ def _wider_dtypes() -> dict[torch.dtype, torch.dtype]:
     return dict.fromkeys((*short, torch.float32), torch.float64)
 
 
-def in_other_dtypes(
-    dtypes: Mapping[torch.dtype, torch.dtype], func: Any, args: Any, kwargs: Any
-) -> Any:
+def in_other_dtypes(dtypes: Dtypes, func: Any, args: Any, kwargs: Any) -> Any:
     """What an operator gives if floats are of other `dtypes`. Views are as they are, and so are
     memory that it writes, and an operator that takes no other dtype."""
     if func.is_view:
@@ -204,14 +210,15 @@ def in_other_dtypes(
             return value.to(dtypes.get(value.dtype, value.dtype))
         return dtypes.get(value, value)
 
-    def that_of(memory: Tensor, value: Tensor) -> Tensor:
-        return value.to(memory.dtype) if value.dtype in dtypes.values() else value
+    if written := [each.dtype for each in written_by(func, args, kwargs) if each.dtype in dtypes]:
 
-    if written := [each for each in written_by(func, args, kwargs) if each.dtype in dtypes]:
+        def as_memory(value: Tensor) -> Tensor:
+            return value.to(written[0]) if value.dtype in dtypes.values() else value
+
         try:
             return func(*args, **kwargs)
         except RuntimeError:  # values have to be of the dtype of the memory
-            return func(*tree_map_only(Tensor, partial(that_of, written[0]), args), **kwargs)
+            return func(*tree_map_only(Tensor, as_memory, args), **kwargs)
     given = [tensor.dtype.is_floating_point for tensor in tensors_in((args, kwargs))]
     if sum(given) == 1 < len(given):  # moves rows of what may be a large table
         return tree_map_only(Tensor, other, func(*args, **kwargs))

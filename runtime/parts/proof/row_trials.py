@@ -20,6 +20,7 @@ from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
 from .op_rows import (
+    Dtypes,
     OnlyComputes,
     OpRows,
     PaddedOps,
@@ -28,6 +29,7 @@ from .op_rows import (
     other_size,
     run_source,
     same_size,
+    wider_dtypes,
 )
 from .varied_weights import in_place_of, varied
 from .without_breaks import Shape, WithoutBreaks, WrittenMemory, extreme_rows
@@ -178,15 +180,15 @@ class Trials:
         compute of each row alone. More inputs are tried if it reaches real rows of an operator, as
         where rows are grouped."""
         with suppress(Exception):  # an operator may take floats of 16 bits alone
-            return self._mixes_in_operators(real, wide=True)
-        return self._mixes_in_operators(real, wide=False)
+            return self._mixes_in_operators(real, wider_dtypes())
+        return self._mixes_in_operators(real, {})
 
-    def _mixes_in_operators(self, real: Sizes, wide: bool) -> Found | None:
+    def _mixes_in_operators(self, real: Sizes, dtypes: Dtypes) -> Found | None:
         source = self.compiled.plan.pieces[self.piece].text if self.untraced is None else ""
         padded, by_row = self.largest, set[tuple[int, int]]()
         padding = max(padded[size] - real[size] for size in real)
         for seed in (_SEEDS[0], *_ALIKE, *_SEEDS[1:]):
-            ops = OpRows(source, wide)
+            ops = OpRows(source, dtypes)
             alone = self._run(seed, real, real, ops=ops)
             plain = [PaddedOps(source, ops, padding) for _ in range(2)]
             for each, rows in zip(plain, (Padding.RANDOM, Padding.OTHER), strict=True):
