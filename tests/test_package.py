@@ -192,7 +192,7 @@ def test_nothing_forks(package_sources):
 
 
 def test_each_mutant_quotes_a_source_text():
-    """`make mutants` and `make cuda-mutants` take hours, and end at the first one that does not."""
+    """`make mutants` and `make cuda-mutants` take long, and end at the first one that does not."""
     from tests import mutants
     from tests.cuda_stand_in import mutants as on_stand_in
 
