@@ -30,7 +30,6 @@ from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
 from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, held
-from .lease import Lease
 from .lock import (
     TEMPORARY,
     Flight,
@@ -314,34 +313,24 @@ class Cache:
     ) -> Iterator[Flight]:
         """Let one process make the entry while others wait; after AFTER_OTHERS look up again.
 
-        One on this machine, and one of all machines that write to a shared layer. UNLOCKED after
-        `wait_limit` seconds, without a private directory, and where locks fail. Calls `waiting`
-        every `progress_every` seconds of a wait; what it raises ends the wait.
+        One on this machine. UNLOCKED after `wait_limit` seconds, without a private directory, and
+        where locks fail. Calls `waiting` every `progress_every` seconds of a wait; what it raises
+        ends the wait.
         """
         if self.private is None:
             yield Flight.UNLOCKED
             return
-        began, label = time.monotonic(), _label(kind, key)
+        label, root = _label(kind, key), self.private.root
         name, lock = entry_name(kind, key.digest), lock_name(kind, key.digest)
-        root, shared = self.private.root, [layer for layer in self.layers if layer.writable]
 
         def wait(**facts: Any) -> None:
             self._events.emit("cache.wait", level=logging.INFO, entry=label, **facts)
             waiting()
 
-        with (
-            single_flight(
-                root / lock, label, self._events, wait_limit, progress_every, wait
-            ) as flight,
-            contextlib.ExitStack() as stack,
-        ):
+        with single_flight(
+            root / lock, label, self._events, wait_limit, progress_every, wait
+        ) as flight:
             is_there = os.path.exists(root / name)  # they may have just finished
-            layer = next((each for each in shared if isinstance(each, RemoteLayer)), None)
-            is_done = is_there and flight is Flight.AFTER_OTHERS
-            if layer is not None and flight is not Flight.UNLOCKED and not is_done:
-                lease = Lease(layer, lock, name, label, self._events, wait)
-                left = wait_limit - (time.monotonic() - began)
-                flight = stack.enter_context(lease.flight(left, progress_every))
             yield Flight.AFTER_OTHERS if is_there and flight is Flight.FIRST else flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
