@@ -129,7 +129,6 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
             traces = trace_with_guards(request)
         if key is not None:  # the program may have registered kernels or replaced weights since
             key = trace_key(request.model, request.config, request.device, request.examples)
-            request.check_state()  # an export of the engine would be in the key
         try:
             return _compile(request, traces, key, executor)
         except PieceFailed:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import IntervalsDiffer
 from ..ir.config import TOKENS
-from ..ir.plan import Plan, Symbol, Weight, evaluated
+from ..ir.plan import Plan, Weight, evaluated
 
 
 def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> Plan:
@@ -35,28 +35,21 @@ def join_plans(plans: Sequence[Plan], intervals: Sequence[tuple[int, int]]) -> P
                 item.model_copy(update={"written": item.path in written}) for item in main.inputs
             ),
             "weights": _weights(main, others),
-            "symbols": _symbols(main, low=low, high=high),
+            "symbols": tuple(
+                s.model_copy(update={"low": low, "high": high}) if s.label == TOKENS else s
+                for s in main.symbols
+            ),
             "others": tuple(others),
         }
     )
 
 
 def join_forms(plans: Sequence[Plan]) -> Plan:
-    """The plan of a model with a plan for each call form: that of the first has the others in it.
-
-    The least number of tokens is the largest of theirs: a dispatch plan has one.
-    """
+    """The plan of a model with one for each call form: that of the first has the others in it."""
     if len(plans) == 1:
         return plans[0]
-    lows = (s.low for plan in plans for s in plan.symbols if s.label == TOKENS)
-    low = max(lows, default=1)
-    main, *others = (plan.model_copy(update={"symbols": _symbols(plan, low=low)}) for plan in plans)
+    main, *others = plans
     return main.model_copy(update={"weights": _weights(main, others), "forms": tuple(others)})
-
-
-def _symbols(plan: Plan, **limits: int) -> tuple[Symbol, ...]:
-    """Those of `plan` with other limits of the number of tokens."""
-    return tuple(s.model_copy(update=limits) if s.label == TOKENS else s for s in plan.symbols)
 
 
 def _weights(main: Plan, others: Sequence[Plan]) -> tuple[Weight, ...]:

@@ -227,10 +227,10 @@ def make_requests():
 @pytest.fixture
 def configured(monkeypatch):
     """`configured(**settings)`: the reference engine has these settings of the library."""
-    right = run.library_config
 
     def change(**settings):
-        config = lambda *given: right(*given).changed(**settings)  # noqa: E731
+        before = run.library_config
+        config = lambda *given: before(*given).changed(**settings)  # noqa: E731
         monkeypatch.setattr(run, "library_config", config)
 
     return change
@@ -268,7 +268,7 @@ def code_folder(tmp_path_factory):
 @pytest.fixture
 def traced_once(text_compiler, configured, code_folder):
     """Tests of one process share the code of equal models of the reference engine."""
-    configured(compiler="text", cache=True, cache_dir=code_folder)
+    configured(cache=True, cache_dir=code_folder)
 
 
 @pytest.fixture

@@ -63,7 +63,9 @@ def without_overlap(served, mode, **options):
     return tokens, [step.num_tokens for step in steps]
 
 
-def test_overlap_changes_no_token(served):
+def test_overlap_changes_no_token(served, configured):
+    """Also while each step is proved, where the memory of metadata is read once more."""
+    configured(shadow={"every": 1, "share": 1.0})
     mode, options = "full-and-piecewise", {"model": f"{SMALL},layers=1", "requests": 3}
     assert overlapped(served, mode, **options) == without_overlap(served, mode, **options)
 

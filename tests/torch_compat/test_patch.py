@@ -74,28 +74,32 @@ def test_a_function_with_other_globals_is_called_in_the_same_way():
 
 
 FORKS_BESIDE_AN_IMPORT = """
-import os, threading, time
+import os, sys, threading, time
 from piecegraph.torch_compat.basics.patch import compiler_lock
 
 def compiles():
     with compiler_lock():
+        half_done.append("a change of torch")
         inside.set()
         time.sleep(0.5)  # the fork has begun, and waits
         import torch.utils._filelock
+        half_done.clear()
 
-inside = threading.Event()
+inside, half_done = threading.Event(), []
 thread = threading.Thread(target=compiles)
 thread.start()
 inside.wait()
 if (child := os.fork()) == 0:
-    os._exit(0)
-os.waitpid(child, 0)
+    os._exit(len(half_done))
+_, status = os.waitpid(child, 0)
 thread.join()
+sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
 def test_a_fork_that_waits_for_a_compile_is_whole():
-    """Hooks that an import adds meanwhile would run after the fork only."""
+    """A child would have what is half done. Hooks that an import adds meanwhile would run after
+    the fork only."""
     command = [sys.executable, "-c", FORKS_BESIDE_AN_IMPORT]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "ignored" not in done.stderr

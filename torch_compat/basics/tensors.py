@@ -459,7 +459,6 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         return run_higher_order(func, args, kwargs or {})
                 return handler(self, func, types, args, kwargs)
 
-            never_traced(handler)
             never_traced(in_own_thread)
             cls.__torch_dispatch__ = in_own_thread  # type: ignore[method-assign]
 
