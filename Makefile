@@ -35,9 +35,11 @@ test: $(VENV)/.dev
 # Three on two cores, since many tests wait for other processes.
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
+# Here a third of the cases of a test that has six or more; all of them in CI, which sets CI.
+CASES := $(if $(CI),,--sampled)
 
 unit: $(VENV)/.dev
-	$(PYTEST) --durations=30 --durations-min=5 -m "not gpu and not heavy"
+	$(PYTEST) $(CASES) --durations=30 --durations-min=5 -m "not gpu and not heavy"
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not compile and not slow and not gpu and not heavy"

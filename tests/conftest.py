@@ -49,6 +49,12 @@ if not AS_SHIPPED:
     os.environ.setdefault("PIECEGRAPH_OFF", "verification")
 
 ROOT = Path(piecegraph.__file__).parent
+SAMPLED = 6
+"""Cases of one test from which on `--sampled` runs a third of them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sampled", action="store_true", help="a third of each test's many cases")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -60,13 +66,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with long tests first, so that no worker is left with one of them at the end."""
+    if config.option.sampled:
+        config.hook.pytest_deselected(items=drop_two_thirds_of_cases(items))
     cost: dict[Path, int] = {}
     for item in items:
         own = 2 * bool(item.get_closest_marker("slow")) + bool(item.get_closest_marker("compile"))
         cost[item.path] = max(cost.get(item.path, 0), own)
     items.sort(key=lambda item: (-cost[item.path], item.path))
+
+
+def drop_two_thirds_of_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Remove them from `items`. Those that stay are the same each time, and anywhere in a table."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: dict[str, pytest.Item] = {}
+    for each in cases.values():
+        if len(each) >= SAMPLED:
+            each.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+            dropped |= {item.nodeid: item for item in each[len(each) // 3 :]}
+    items[:] = [item for item in items if item.nodeid not in dropped]
+    return [*dropped.values()]
 
 
 def pytest_configure(config: pytest.Config) -> None:
