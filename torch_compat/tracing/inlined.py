@@ -20,7 +20,7 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from ..basics.facts import CALLED, CLASS_CHECK, FALLBACK, SHARED_CELL, GuardFact
+from ..basics.facts import FALLBACK, SHARED_CELL, GuardFact
 from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
@@ -43,8 +43,6 @@ class Inlined:
 
     functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
     """By code object; None where Dynamo made the function while tracing."""
-    called: set[CodeType] = field(default_factory=set)
-    """Functions that the model makes and native code calls while tracing."""
     variables: set[str] = field(default_factory=set)
     obstacles: set[tuple[str, str | None]] = field(default_factory=set)
     """What cannot be stated as a condition, and file:line of the user's code."""
@@ -95,8 +93,6 @@ def inlined_calls() -> Iterator[Inlined]:
         (in_graph, "call_function", partial(_note_result, "value")),
         (polyfilled, "call_function", partial(_note_result, "fn")),
         (function, "call_function", _note_kept_result),
-        (function, "as_python_constant", _note_called),
-        (variables.NestedUserFunctionVariable, "as_python_constant", _note_called),
         (variables.UserMethodVariable, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
         (
@@ -292,63 +288,10 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
         inlined.refuse("the hash of an object")
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
-    if function in (isinstance, issubclass) and len(args) == 2:
-        _note_class_check(inlined, function.__name__, *args)
     if function is set and args:
         items = getattr(args[0].realize(), "items", None)
         if isinstance(items, list):
             inlined.ordered.append(tuple(item.realize() for item in items))
-
-
-def _note_called(inlined: Inlined, variable: Any) -> None:
-    """A function becomes an object where native code calls it, as the key of `max` or in `re.sub`:
-    Dynamo traces nothing of it, and takes the result as constant."""
-    code = variable.get_code()
-    if not _is_for_native_code() or is_torch_file(code.co_filename):
-        return
-    if variable.source is not None:
-        inlined.rely(variable.source, CALLED)
-    else:
-        _add_made(inlined, variable)
-
-
-def _add_made(inlined: Inlined, variable: Any) -> None:
-    """A function that the frame has made, and those that it holds."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    inlined.called.add(variable.get_code())
-    for cell in getattr(getattr(variable, "closure", None), "items", ()):
-        held: Any = InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
-        if type(held) is type(variable) and held.get_code() not in inlined.called:
-            _add_made(inlined, held)
-
-
-def _is_for_native_code() -> bool:
-    """Whether Dynamo makes an object for a call, and not to ask what it could make."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name in _MAKES_OBJECTS:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in _CALLS_NATIVELY
-
-
-def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> None:
-    """Registries of abstract classes and methods of metaclasses decide, without a guard."""
-    constants = _constants([checked]) if one.source is not None else None
-    classes = tuple(each for each in _classes(constants) if type(each) is not type)
-    if classes:
-        inlined.rely(one.source, CLASS_CHECK, (check, classes))
-
-
-def _classes(checked: Any) -> Iterator[type]:
-    """The classes of a tuple or a union."""
-    if isinstance(checked, type):
-        yield checked
-    elif isinstance(checked, tuple):
-        for each in checked:
-            yield from _classes(each)
-    else:
-        yield from _classes(getattr(checked, "__args__", ()))
-        yield from _classes(getattr(checked, "__origin__", ()))
 
 
 def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
@@ -443,15 +386,6 @@ _SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
 """Methods by which Dynamo iterates a set, by version of torch."""
 _ORDERLESS, _NEAR = ("call_sorted", "call_set", "call_frozenset"), 8
 """Functions of Dynamo that iterate a set whose order cannot be seen, and how far they are below."""
-
-
-_MAKES_OBJECTS = {
-    *("_is_for_native_code", "_note_called", "call", "guarded_method", "realize_and_forward"),
-    *("as_python_constant", "get_function", "_get_function_impl"),
-    *("<listcomp>", "<dictcomp>", "<genexpr>"),
-}
-_CALLS_NATIVELY = {"constant_fold_handler", "call_function", "call_method"}
-"""Functions of Dynamo that make an object of a variable, and those that then call native code."""
 
 
 def _traced_line() -> str | None:
