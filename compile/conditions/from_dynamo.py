@@ -185,7 +185,6 @@ class _TraceConditions:
                 self._add_function(code, function)
         named = [f for f in (forward, *inlined.values()) if isinstance(f, types.FunctionType)]
         self._add_names(named)
-        self._add_probed_names(named)
 
     def _add_names(self, functions: Iterable[types.FunctionType]) -> None:
         """Conditions on what Dynamo takes as constant: builtins, operators, methods of tensors."""
@@ -233,15 +232,6 @@ class _TraceConditions:
                 self._try(*place, "attribute", name)
             else:
                 self.obstacles.append(f"{class_name(cls)}.{name} cannot be located")
-
-    def _add_probed_names(self, functions: Sequence[types.FunctionType]) -> None:
-        """Conditions on which names functions have, for `hasattr` and `getattr`."""
-        probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
-        if not probed:
-            return
-        for located in list(self.locator.located.values()):
-            if located.root is not None and isinstance(located.value, types.FunctionType):
-                self._try(located.root, located.steps, "names", probed)
 
     def _all_classes(self) -> dict[type, Located]:
         """Classes that guards are on and those of submodules, with their places."""

@@ -158,9 +158,6 @@ KINDS: Mapping[str, Kind] = {
     "code": Kind(_code),
     "added": Kind(_added, is_shown=True),
     "result": Kind(_result, is_shown=True),
-    "names": Kind(
-        lambda value, names: stable_text([n for n in names if n in vars(value)]), is_shown=True
-    ),
     "attribute": Kind(_attribute),
     "members": Kind(
         lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
