@@ -41,7 +41,6 @@ from .lock import (
 from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
 from .names import checked_name, entry_name, lock_name
 from .remote import RemoteLayer
-from .statistics import add_counts
 
 
 class Cache:
@@ -268,7 +267,6 @@ class Cache:
             return str(error)
         self._events.count("cache.published")
         self._events.count("cache.bytes_written", entry.size)
-        self._add_counts({"bytes_written": entry.size})
         self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
         if layer is self.private:
             self._since_eviction += entry.size
@@ -334,23 +332,19 @@ class Cache:
             yield Flight.AFTER_OTHERS if is_there and flight is Flight.FIRST else flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
-        kind = entry.manifest.kind
-        counts = {f"{kind}.hit": 1, "bytes_read": entry.size}
         saved = entry.meta.get("compile_seconds")
         if isinstance(saved, int | float) and saved > seconds:
-            counts["milliseconds_saved"] = round((saved - seconds) * 1000)
-            self._events.count("cache.milliseconds_saved", counts["milliseconds_saved"])
+            self._events.count("cache.milliseconds_saved", round((saved - seconds) * 1000))
         self._events.count("cache.hit")
         self._events.count(f"cache.hit.{entry.layer}")
         self._events.count("cache.bytes_read", entry.size)
         self._events.emit(
             "cache.hit",
-            entry=_label(kind, entry.key),
+            entry=_label(entry.manifest.kind, entry.key),
             layer=entry.layer,
             bytes=entry.size,
             seconds=seconds,
         )
-        self._add_counts(counts)
 
     def _count_miss(self, kind: str, key: Key, miss: Miss) -> None:
         self._events.count("cache.miss")
@@ -364,12 +358,6 @@ class Cache:
             detail=miss.detail,
             layer=miss.layer,
         )
-        self._add_counts({f"{kind}.miss.{miss.reason}": 1})
-
-    def _add_counts(self, counts: Mapping[str, int]) -> None:
-        """To those of all starts."""
-        if self.private is not None and self.private.writable:
-            add_counts(self.private.root, counts)
 
 
 def _label(kind: str, key: Key) -> str:
