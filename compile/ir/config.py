@@ -156,7 +156,7 @@ class Codegen(Settings):
 
     passes: dict[str, Any] = Field(default_factory=dict)
     """Passes over the graph of a piece by name, in order. `True` or `False` turns a pass on or
-    off: `no_op`, `functionalization`, `unfused_add`, an entry point of the group
+    off: `functionalization`, `unfused_add`, an entry point of the group
     `piecegraph.passes`, in which an engine declares its own, and `dedupe`, which compiles equal
     pieces once. Any other value is a pass to run after those: a `GraphPass`, a function of a graph,
     or the name of one, as `"module:function"` or an entry point."""

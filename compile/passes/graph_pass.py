@@ -22,7 +22,7 @@ from ...torch_compat.compiling.inductor import graph_pass
 from ..conditions.code import code_parts
 from ..conditions.values import Undescribable
 from ..ir.config import GraphPass, named_object
-from . import functionalization, no_op, unfused_add
+from . import functionalization, unfused_add
 
 ENTRY_POINTS = "piecegraph.passes"
 
@@ -30,11 +30,10 @@ DEDUPE = "dedupe"
 """Compiles equal pieces once. A switch among those of the passes, but not over a graph."""
 
 SHIPPED = (
-    GraphPass("no_op", no_op.apply),
     GraphPass("functionalization", functionalization.apply),
     GraphPass("unfused_add", unfused_add.apply),
 )
-"""In order of application. No-ops are removed first, because they hide patterns."""
+"""In order of application. Inductor has removed operators without an effect before."""
 
 
 def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ...]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
 from piecegraph.compile.conditions.code import code_parts
 from piecegraph.compile.ir.config import GraphPass
-from piecegraph.compile.passes import no_op, unfused_add
+from piecegraph.compile.passes import unfused_add
 from piecegraph.compile.passes.graph_pass import passes_up_to, thresholds
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting
@@ -48,31 +48,6 @@ def rewritten(module, function, *inputs):
     graph.recompile()
     torch.testing.assert_close(graph(*inputs), function(*inputs))
     return rewrites, graph
-
-
-@pytest.mark.compile
-def test_operators_without_effect_are_removed():
-    def function(x):
-        y = aten.view.default(x, [5, 8])
-        y = aten.slice.Tensor(y, 0, 0, 9223372036854775807)
-        y = prims.convert_element_type.default(y, torch.float32)
-        return aten.expand.default(y, [5, 8]) + 1
-
-    rewrites, graph = rewritten(no_op, function, torch.randn(5, 8))
-    assert rewrites >= 3
-    assert targets(graph) == [aten.add.Tensor]
-
-
-@pytest.mark.compile
-def test_operators_with_effect_stay():
-    def function(x):
-        y = aten.view.default(x, [8, 5])
-        y = aten.slice.Tensor(y, 0, 1, 9223372036854775807)
-        y = aten.slice.Tensor(y, 1, 0, 9223372036854775807, 2)
-        y = prims.convert_element_type.default(y, torch.float64)
-        return aten.expand.default(y[None], [2, 7, 3])
-
-    assert rewritten(no_op, function, torch.randn(5, 8))[0] == 0
 
 
 SUMS = [
@@ -144,12 +119,12 @@ def names(passes):
 
 
 def test_passes_are_on_by_default_by_switch_and_by_size(engine_pass):
-    assert names(passes_of()) == ["no_op", "functionalization", "unfused_add"]
+    assert names(passes_of()) == ["functionalization", "unfused_add"]
     small = GraphPass("other", double_adds, max_num_tokens=16)
     passes = passes_of(
-        {"count_adds": True, "no_op": False, "double_adds": double_adds, "small": small}
+        {"count_adds": True, "unfused_add": False, "double_adds": double_adds, "small": small}
     )
-    expected = ["functionalization", "unfused_add", "count_adds", "double_adds", "small"]
+    expected = ["functionalization", "count_adds", "double_adds", "small"]
     assert names(passes) == expected
     assert names(passes_up_to(passes, None)) == expected
     assert names(passes_up_to(passes, 16)) == expected
@@ -158,8 +133,8 @@ def test_passes_are_on_by_default_by_switch_and_by_size(engine_pass):
 
 
 def test_a_users_pass_takes_the_place_of_a_shipped_one():
-    first, second, _ = passes_of({"no_op": double_adds})
-    assert (first.name, first.apply, second.name) == ("no_op", double_adds, "functionalization")
+    first, second = passes_of({"functionalization": double_adds})
+    assert (first.apply, second.name) == (double_adds, "unfused_add")
 
 
 def test_w19_user_passes_are_found_by_name_in_nested_modules_too():
@@ -185,8 +160,8 @@ def test_passes_that_are_not_there_are_refused_when_config_is_made(passes):
 
 def test_passes_are_on_from_their_level():
     assert passes_of(level=0) == ()
-    assert names(passes_of(level=1)) == ["no_op", "functionalization", "unfused_add"]
-    assert names(passes_of({"no_op": True}, level=0)) == ["no_op"]
+    assert names(passes_of(level=1)) == ["functionalization", "unfused_add"]
+    assert names(passes_of({"unfused_add": True}, level=0)) == ["unfused_add"]
 
 
 class Stating:
@@ -213,7 +188,7 @@ def test_key_follows_the_source_of_passes(engine_pass):
         key({"a": triple_adds}),
         key({"a": double_adds, "b": triple_adds}),
         key({"b": triple_adds, "a": double_adds}),
-        key({"no_op": False}),
+        key({"unfused_add": False}),
         key({"count_adds": True}),
         *(key({"a": GraphPass("", double_adds, uuid=stated)}) for stated in "12"),
         key({"a": Stating()}),
@@ -283,11 +258,26 @@ def test_inductor_runs_the_passes_that_are_on_and_compiles_what_they_leave(compi
     ran = [
         (event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")
     ]
-    shipped = [(name, 0) for name in ("no_op", "functionalization", "unfused_add")]
+    shipped = [(name, 0) for name in ("functionalization", "unfused_add")]
     assert ran == [("traced", 1), *shipped, ("count_adds", 1), ("double_adds", 1)]
     for size in (1, 7, 64):
         x, r = torch.randn(size, 8), torch.randn(size, 8)
         torch.testing.assert_close(made(x, r), (x + r) * 2)
+
+
+class Useless(nn.Module):
+    def forward(self, x, r):
+        return x.view(x.shape)[:, :].to(torch.float32) + r
+
+
+@pytest.mark.compile
+def test_operators_without_effect_are_gone_before_passes_run(compiled):
+    seen = []
+    passes = {"see": lambda graph: seen.extend(n.target for n in graph.nodes)}
+    made = compiled(Useless(), inputs=INPUTS, compiler="inductor", codegen={"passes": passes})
+    assert [each for each in seen if not isinstance(each, str)] == [aten.add.Tensor]
+    x, r = torch.randn(3, 8), torch.randn(3, 8)
+    torch.testing.assert_close(made(x, r), x + r)
 
 
 class Lazy(types.ModuleType):
