@@ -30,6 +30,7 @@ from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
 from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, held
+from .lease import Lease
 from .lock import (
     TEMPORARY,
     Flight,
@@ -41,6 +42,7 @@ from .lock import (
 from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
 from .names import checked_name, entry_name, lock_name
 from .remote import RemoteLayer
+from .statistics import add_counts
 
 
 class Cache:
@@ -267,6 +269,7 @@ class Cache:
             return str(error)
         self._events.count("cache.published")
         self._events.count("cache.bytes_written", entry.size)
+        self._add_counts({"bytes_written": entry.size})
         self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
         if layer is self.private:
             self._since_eviction += entry.size
@@ -311,40 +314,54 @@ class Cache:
     ) -> Iterator[Flight]:
         """Let one process make the entry while others wait; after AFTER_OTHERS look up again.
 
-        One on this machine. UNLOCKED after `wait_limit` seconds, without a private directory, and
-        where locks fail. Calls `waiting` every `progress_every` seconds of a wait; what it raises
-        ends the wait.
+        One on this machine, and one of all machines that write to a shared layer. UNLOCKED after
+        `wait_limit` seconds, without a private directory, and where locks fail. Calls `waiting`
+        every `progress_every` seconds of a wait; what it raises ends the wait.
         """
         if self.private is None:
             yield Flight.UNLOCKED
             return
-        label, root = _label(kind, key), self.private.root
+        began, label = time.monotonic(), _label(kind, key)
         name, lock = entry_name(kind, key.digest), lock_name(kind, key.digest)
+        root, shared = self.private.root, [layer for layer in self.layers if layer.writable]
 
         def wait(**facts: Any) -> None:
             self._events.emit("cache.wait", level=logging.INFO, entry=label, **facts)
             waiting()
 
-        with single_flight(
-            root / lock, label, self._events, wait_limit, progress_every, wait
-        ) as flight:
+        with (
+            single_flight(
+                root / lock, label, self._events, wait_limit, progress_every, wait
+            ) as flight,
+            contextlib.ExitStack() as stack,
+        ):
             is_there = os.path.exists(root / name)  # they may have just finished
+            layer = next((each for each in shared if isinstance(each, RemoteLayer)), None)
+            is_done = is_there and flight is Flight.AFTER_OTHERS
+            if layer is not None and flight is not Flight.UNLOCKED and not is_done:
+                lease = Lease(layer, lock, name, label, self._events, wait)
+                left = wait_limit - (time.monotonic() - began)
+                flight = stack.enter_context(lease.flight(left, progress_every))
             yield Flight.AFTER_OTHERS if is_there and flight is Flight.FIRST else flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
+        kind = entry.manifest.kind
+        counts = {f"{kind}.hit": 1, "bytes_read": entry.size}
         saved = entry.meta.get("compile_seconds")
         if isinstance(saved, int | float) and saved > seconds:
-            self._events.count("cache.milliseconds_saved", round((saved - seconds) * 1000))
+            counts["milliseconds_saved"] = round((saved - seconds) * 1000)
+            self._events.count("cache.milliseconds_saved", counts["milliseconds_saved"])
         self._events.count("cache.hit")
         self._events.count(f"cache.hit.{entry.layer}")
         self._events.count("cache.bytes_read", entry.size)
         self._events.emit(
             "cache.hit",
-            entry=_label(entry.manifest.kind, entry.key),
+            entry=_label(kind, entry.key),
             layer=entry.layer,
             bytes=entry.size,
             seconds=seconds,
         )
+        self._add_counts(counts)
 
     def _count_miss(self, kind: str, key: Key, miss: Miss) -> None:
         self._events.count("cache.miss")
@@ -358,6 +375,12 @@ class Cache:
             detail=miss.detail,
             layer=miss.layer,
         )
+        self._add_counts({f"{kind}.miss.{miss.reason}": 1})
+
+    def _add_counts(self, counts: Mapping[str, int]) -> None:
+        """To those of all starts."""
+        if self.private is not None and self.private.writable:
+            add_counts(self.private.root, counts)
 
 
 def _label(kind: str, key: Key) -> str:

@@ -3,7 +3,7 @@
     entries-v2/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
     blobs-v2/<2 hex>/<sha256>                immutable contents
     quarantine/                              in the private directory only
-    locks/                                   there
+    locks/                                   there, and leases in a layer that is written to
     tmp/                                     there, and in a directory that a layer writes to
 
 Every layer, local or remote, uses the same relative names, so one can be copied to another. The

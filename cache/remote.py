@@ -26,6 +26,9 @@ LISTED = 32
 ABSENT = (404, 410)
 """What a server answers for a file that it does not have."""
 
+LEASE_REQUEST_SECONDS = 15.0
+"""Most seconds of a request for a lease."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteSeconds:
@@ -46,6 +49,9 @@ class RemoteLayer:
 
     With `write_back` entries are published there too, signed by `signer`; without one they keep the
     signature that they have. On a file system without atomic puts, half-written entries are misses.
+
+    Requests for leases (`look`, `create`, `overwrite`, `remove`) have a clock of their own: they
+    are made also after a failure, spend nothing of the total, and their failures suspend nothing.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class RemoteLayer:
         self._is_http = url.startswith(("http://", "https://"))
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
+        self.leased: set[str] = set()  # entries that this process alone makes now
 
     def read(self, name: str, limit: int) -> bytes:
         if limit == 0:
@@ -109,11 +116,14 @@ class RemoteLayer:
         signature = self._signer.sign(manifest) if self._signer else entry.signature
         if reason := self.refuses(manifest, signature):
             raise PermissionError(f"its readers would refuse the entry: {reason}")
+        name = entry_name(manifest.kind, manifest.key.digest)
+        if name in self.leased:
+            self._down_until = 0.0  # other machines wait for it
         for blob, content in entry.contents.items():
             ref = manifest.blobs[blob]
             if not self._holds(ref):
                 self._write(blob_name(ref.sha256), content)
-        self._write(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
+        self._write(name, encode(manifest, signature))
 
     def is_whole(self, there: Manifest | Miss) -> bool:
         """Whether all blobs of an entry are there; also if that cannot be seen."""
@@ -156,11 +166,48 @@ class RemoteLayer:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             write()
 
-    def _ask(self, name: str, request: Callable[[str], Any]) -> Any:
-        """One request; any exception becomes an OSError."""
-        limit = min(self._seconds.request, self._seconds_left)
+    def look(self, name: str, limit: int) -> bytes | None:
+        """The first bytes of a file, also where it was missing before; None if it is missing."""
+        self._lacks.pop(name, None)
+        try:
+            content: bytes = self._ask(name, lambda path: self._fetch(path, limit))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that must not exist; whether it did not.
+
+        S3 and Google Cloud Storage decide that in one request, and so does a directory.
+        """
+
+        def write(path: str) -> None:
+            if self._is_local:  # fsspec would look and then write
+                self._put(path, lambda: write_synced(Path(path), [content]))
+            else:
+                self._put(path, lambda: self._files.pipe_file(path, content, mode="create"))
+
+        try:
+            self._ask(name, write)
+        except FileExistsError:
+            return False
+        return True
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        self._ask(name, lambda path: self._files.pipe_file(path, content))
+
+    def remove(self, name: str) -> None:
+        self._ask(name, lambda path: self._files.rm_file(path))
+
+    def _ask(
+        self, name: str, request: Callable[[str], Any], limit: float = LEASE_REQUEST_SECONDS
+    ) -> Any:
+        """One request on its own clock; any exception becomes an OSError."""
+        limit = min(self._seconds.request, limit)
         try:
             return _within(limit, lambda: request(f"{self._base}/{name}"))
+        except FileExistsError:
+            raise
         except FileNotFoundError as error:
             cause = error.__cause__
             is_absent = cause is None or isinstance(cause, FileNotFoundError)
@@ -180,7 +227,7 @@ class RemoteLayer:
         if self._seconds_left <= 0:
             raise TimeoutError(f"all requests have taken {self._seconds.total:g} s")
         try:
-            return self._ask(name, request)
+            return self._ask(name, request, self._seconds_left)
         except FileNotFoundError:
             self._lacks[name] = began + self._seconds.memory
             raise

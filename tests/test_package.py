@@ -104,6 +104,7 @@ LIGHT = {
     LOOK_UP: ("torch", "pydantic", "fsspec", "filelock"),
     COMMAND(["--help"]): ("torch", "numpy", "pydantic", "sympy"),
     COMMAND(["cache", "list", "--cache-dir", "."]): ("torch", "numpy", "sympy"),
+    COMMAND(["cache", "stats", "--cache-dir", "."]): ("torch", "numpy", "sympy"),
 }
 """Programs, and the heavy modules that they must not import."""
 

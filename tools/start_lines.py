@@ -50,6 +50,8 @@ def start_lines(events: Events, show: Callable[[str], None]) -> Iterator[None]:
                 done += 1
                 low, high = facts["range"]
                 show(f"compiled piece {done} of {jobs}, for {low} to {high} tokens")
+            case "cache.wait" if "layer" in facts:
+                show(f"waiting for another machine that compiles this model, in {facts['layer']}")
             case "cache.wait":
                 show("waiting for another process that compiles this model")
 

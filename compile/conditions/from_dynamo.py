@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ...errors import NotPortable
-from ...torch_compat.basics.facts import SHARED_CELL, UNGUARDED, GuardFact
+from ...torch_compat.basics.facts import CLASS_CHECK, SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS, called_function
 from ...torch_compat.basics.ops import op_name, triton_call
@@ -49,6 +49,10 @@ from .values import (
 
 _OF_ATTRIBUTE = ("hasattr", "in __dict__", "has its own")
 """Kinds of conditions whose argument is the name of an attribute."""
+_CALLED_METHODS = ("__class_getitem__", "_missing_")
+_METACLASS_METHODS = ("__call__", "__getitem__", "__iter__", "__len__", "__contains__")
+"""Methods that Dynamo calls while tracing, or may call, to get a constant."""
+
 _WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
 
 
@@ -132,7 +136,10 @@ class _TraceConditions:
             self.tree.add(root, steps, "length")
         else:
             self._add_class(located)
-            self._add_value(guard, kind, located)
+            if guard.kind == CLASS_CHECK:
+                self._add_class_check(located, *guard.argument)
+            else:
+                self._add_value(guard, kind, located)
 
     def _add_value(self, guard: GuardFact, kind: str, located: Located) -> None:
         """What a guard says of a value, and what Dynamo relies on without a guard."""
@@ -160,6 +167,16 @@ class _TraceConditions:
         assert located.root is not None
         self.tree.add(located.root, located.steps, kind, argument)
 
+    def _add_class_check(self, located: Located, check: str, classes: Sequence[type]) -> None:
+        """What `isinstance` or `issubclass` says of a value, which a start asks again."""
+        cls = located.value if isinstance(located.value, type) else type(located.value)
+        for checked in classes:
+            if not {package_of(cls), package_of(checked)} <= VERSIONED:
+                try:
+                    self._add(located, check, encoded_key(checked))
+                except TypeError as error:
+                    raise Undescribable(class_name(checked), "cannot be located") from error
+
     def _add_class(self, located: Located) -> None:
         """Remember a place of the class of a value, or of a value that is a class."""
         if not isinstance(located.value, type):
@@ -183,8 +200,11 @@ class _TraceConditions:
         for code, function in inlined.items():
             if code not in covered and code not in by_guard:
                 self._add_function(code, function)
+        for code in sorted(self.captured.inlined.called, key=lambda code: code.co_qualname):
+            self._add_function(code, None, "calls inside")
         named = [f for f in (forward, *inlined.values()) if isinstance(f, types.FunctionType)]
         self._add_names(named)
+        self._add_probed_names(named)
 
     def _add_names(self, functions: Iterable[types.FunctionType]) -> None:
         """Conditions on what Dynamo takes as constant: builtins, operators, methods of tensors."""
@@ -215,6 +235,7 @@ class _TraceConditions:
             if (place := self._place_of_class(cls)) is None:
                 continue
             root, steps = place
+            self._add_calls(cls, root, steps)
             if issubclass(cls, torch.nn.Module):
                 self._try(root, [*steps, ["static", "__call__"]], "code")
             if package_of(type(cls)) not in VERSIONED:
@@ -232,6 +253,27 @@ class _TraceConditions:
                 self._try(*place, "attribute", name)
             else:
                 self.obstacles.append(f"{class_name(cls)}.{name} cannot be located")
+
+    def _add_probed_names(self, functions: Sequence[types.FunctionType]) -> None:
+        """Conditions on which names functions have, for `hasattr` and `getattr`."""
+        probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
+        if not probed:
+            return
+        for located in list(self.locator.located.values()):
+            if located.root is not None and isinstance(located.value, types.FunctionType):
+                self._try(located.root, located.steps, "names", probed)
+
+    def _add_calls(self, cls: type, root: str, steps: Sequence[Step]) -> None:
+        """Conditions on methods of a class that Dynamo calls instead of tracing them."""
+        of_metaclass: tuple[Step, ...] = (*steps, ["type", None])
+        owners = ((cls, steps, _CALLED_METHODS), (type(cls), of_metaclass, _METACLASS_METHODS))
+        for owner, place, names in owners:
+            for name in () if package_of(owner) in VERSIONED else names:
+                function = unwrapped(inspect.getattr_static(owner, name, None))
+                code = getattr(function, "__code__", None)
+                if code and _is_users(code):
+                    self._try(root, [*place, ["static", name]], "calls")
+                    self._try(root, steps, "calls")  # its argument is the class
 
     def _all_classes(self) -> dict[type, Located]:
         """Classes that guards are on and those of submodules, with their places."""
@@ -268,7 +310,9 @@ class _TraceConditions:
             if isinstance(function, types.FunctionType):
                 yield from with_nested(function.__code__)
 
-    def _add_function(self, code: types.CodeType, function: types.FunctionType | None) -> None:
+    def _add_function(
+        self, code: types.CodeType, function: types.FunctionType | None, kind: str = "code"
+    ) -> None:
         modules = [function.__module__] if function else []
         modules += [
             name
@@ -280,8 +324,9 @@ class _TraceConditions:
         for module, path in itertools.product(modules, (name, *outer_names)):
             located = module_place(module, path)
             for candidate, inside in _with_wrapped(unwrapped(located.value)) if located else ():
-                if located and code in with_nested(candidate.__code__):
-                    self._try(module, [*located.steps, *inside], "code")
+                if located and code in (within := [*with_nested(candidate.__code__)]):
+                    index = None if kind == "code" else within.index(code)
+                    self._try(module, [*located.steps, *inside], kind, index)
                     return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")

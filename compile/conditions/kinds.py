@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...torch_compat.basics.facts import FALLBACK
+from ...torch_compat.basics.facts import CALLED, FALLBACK
 from ...torch_compat.basics.frames import is_torch_file
 from ..ir.serialization import decode
+from .bytecode import with_nested
 from .code import bound_text, code_parts, function_with_values
 from .custom_ops import op_parts, op_signature
 from .places import HOOKS, MISSING, key_of
@@ -120,6 +121,14 @@ def _has_own(value: Any, name: str) -> str:
     return str(name in own or any(name in vars(each) for each in classes))
 
 
+def _calls_inside(function: Any, index: int) -> str:
+    """What a function inside of another, which makes it, consists of, and all that it reads."""
+    outer = unwrapped(function)
+    code = [*with_nested(outer.__code__)][index]
+    cells = tuple(types.CellType() for _ in code.co_freevars)  # what it holds has conditions
+    return stable_text(code_parts(types.FunctionType(code, outer.__globals__, closure=cells)))
+
+
 def _result(function: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
     """What a function returns that Dynamo called while tracing, and that a start calls again."""
     positional, named = arguments
@@ -148,6 +157,8 @@ KINDS: Mapping[str, Kind] = {
         lambda value, key: str(key_of(key) in value),
         ("DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
     ),
+    "isinstance": Kind(lambda value, cls: str(isinstance(value, key_of(cls)))),
+    "issubclass": Kind(lambda value, cls: str(issubclass(value, key_of(cls)))),
     "hasattr": Kind(lambda value, name: str(hasattr(value, name)), ("HASATTR",)),
     "in __dict__": Kind(
         lambda value, name: str(name in getattr(value, "__dict__", ())),
@@ -158,7 +169,12 @@ KINDS: Mapping[str, Kind] = {
     "code": Kind(_code),
     "added": Kind(_added, is_shown=True),
     "result": Kind(_result, is_shown=True),
+    "names": Kind(
+        lambda value, names: stable_text([n for n in names if n in vars(value)]), is_shown=True
+    ),
     "attribute": Kind(_attribute),
+    "calls": Kind(lambda value, _: stable_text(code_parts(unwrapped(value))), (CALLED,), True),
+    "calls inside": Kind(_calls_inside, is_shown=True),
     "members": Kind(
         lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
         is_shown=True,

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +38,9 @@ from ...torch_compat.basics.cuda import (
     upload,
 )
 from ...torch_compat.basics.tensors import unowned_alias
+from .cuda_nodes import NodeLog
 from .ownership import Ownership, TensorTracker
-from .protocol import BoundGraph, Code, Memory, Replay
+from .protocol import BoundGraph, Code, GraphPart, Memory, Replay
 
 _ERROR_MODE = "thread_local"
 _NOT_PERMITTED = 900  # cudaErrorStreamCaptureUnsupported
@@ -65,9 +66,14 @@ class CudaPool:
 class CudaGraph:
     """A captured graph. One without nodes only owns memory and is never replayed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, log: NodeLog | None) -> None:
         self.operations = nodes
         self._graph = graph
+        self._log = log
+
+    @property
+    def parts(self) -> Sequence[GraphPart]:
+        return self._log.parts(self._graph.pool()) if self._log is not None else ()
 
     @property
     def replay(self) -> Callable[[], None]:
@@ -80,10 +86,15 @@ class CudaGraph:
 class CudaCapture:
     """A capture in progress on the pool's stream, which is current until it is closed."""
 
-    def __init__(self, pool: CudaPool, device: int, ownership: Ownership) -> None:
+    def __init__(
+        self, pool: CudaPool, device: int, ownership: Ownership, log: NodeLog | None
+    ) -> None:
         self._pool = pool
         self._device = device
         self._tracker = TensorTracker("CUDA", ownership)
+        self._log = log
+        if log is not None:
+            self._tracker.during = log.during
         self._graph = torch.cuda.CUDAGraph()
         self._on_stream = torch.cuda.stream(pool.stream)
         self._on_stream.__enter__()  # type: ignore[no-untyped-call]
@@ -105,6 +116,8 @@ class CudaCapture:
             if capture_is_invalid():
                 raise RuntimeError(_BY_OTHERS)
             nodes = captured_nodes()
+            if self._log is not None:
+                self._log.end()
         except BaseException:
             self._discard()
             raise
@@ -123,7 +136,7 @@ class CudaCapture:
             self._recover()
             raise
         self._close()
-        return CudaGraph(self._graph, nodes)
+        return CudaGraph(self._graph, nodes, self._log)
 
     def abort(self) -> None:
         self._tracker.stop()
@@ -190,6 +203,7 @@ class CudaBackend:
         index = device.index if device is not None else None
         self._device = torch.cuda.current_device() if index is None else index
         self._idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+        self.notes_nodes = False
         self._last: torch.cuda.Stream | None = None
         self._last_handle = 0
         # torch warns of each graph without nodes: two splitting ops in a row make one
@@ -237,7 +251,8 @@ class CudaBackend:
             # graphs give the priority of their stream to their nodes: that of the engine's stream
             idle = self._idle_streams[current.priority]
             pool.stream = idle.pop() if idle else own_stream(self._device, current.priority)
-        return CudaCapture(pool, self._device, ownership)
+        log = NodeLog() if self.notes_nodes else None
+        return CudaCapture(pool, self._device, ownership, log)
 
     def order_steps(self) -> None:
         """Let the current stream wait for the last step if that ran on another stream.

@@ -46,6 +46,8 @@ from ...torch_compat.basics.tensors import (
     without_modes,
 )
 
+COMPILED_PIECE = "compiled piece"
+"""The operator that a call of a piece counts as."""
 TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
@@ -198,6 +200,8 @@ class TensorTracker(LightDispatchMode):
         """The first operator that must have launched work on the device."""
         self.refused: RefusedInCapture | None = None
         """Why no graph can hold this; an op may have swallowed the error."""
+        self.during: Callable[[tuple[object, Any]], AbstractContextManager[Any]] = nullcontext
+        """Entered around each operator and piece, with what it takes."""
         self._device = device
 
     def start(self) -> None:
@@ -229,7 +233,8 @@ class TensorTracker(LightDispatchMode):
             self.refuse(func, args, kwargs, used)
             self.ownership.find(used, self.bakes, user_line)
         try:
-            result = self.run(func, args, kwargs)
+            with self.during((func, used)):
+                result = self.run(func, args, kwargs)
         except RuntimeError as error:
             if not hasattr(error, "__notes__"):  # the innermost operator
                 error.add_note(f"in {func} (at {user_line()})")
@@ -285,14 +290,15 @@ class TensorTracker(LightDispatchMode):
         with without_modes():
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
-            result = self.seen(fn, args)
+            with self.during((COMPILED_PIECE, used)):
+                result = self.seen(fn, args)
             self.fresh(result, used)
         return result
 
     def seen(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a piece, and refuse what it calls. What an op has swallowed is raised here, where
         the piece and so the line is known."""
-        with EachOp(self.refuse_in_piece, self.kernel_in_piece):
+        with EachOp(self.refuse_in_piece, self.kernel_in_piece, self.during):
             result = fn(*args)
         if self.refused is not None:
             raise self.refused
@@ -323,24 +329,27 @@ def run_seen(
 class EachOp(LightDispatchMode):
     """Calls `see` before each operator that runs inside, also in custom ops written in Python.
 
-    `kernel` runs these.
+    `kernel` runs these. `during` is entered around each operator, with what it takes.
     """
 
     def __init__(
         self,
         see: Callable[[OpOverload, Any, Any], object],
         kernel: Callable[[OpOverload, Any, Any], Any],
+        during: Callable[[tuple[object, Any]], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
         self._kernel = kernel
+        self._during = during
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
         self._see(func, args, given)
-        return run_seen(self, func, args, given, self._kernel)
+        with self._during((func, (args, given))):
+            return run_seen(self, func, args, given, self._kernel)
 
 
 class MadeInBreak(LightDispatchMode):

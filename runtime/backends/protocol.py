@@ -7,9 +7,9 @@ Nothing else is asked of a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -62,6 +62,38 @@ class Memory:
         return max(self.used - before.used, self.taken - before.taken)
 
 
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """Memory that a node of a graph reads or writes. `is_made`: it is of the graph's pool."""
+
+    address: int
+    is_made: bool
+    shape: Sequence[int] | None
+    """Where it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """A node of a graph: the operator that added it, and what the device's driver tells of it."""
+
+    op: str
+    arguments: Sequence[Argument]
+    kind: str = "call"
+    kernel: str = ""
+    launch: Mapping[str, Any] = field(default_factory=dict)
+    """Of a kernel its grid and block; of a copy or fill the bytes."""
+    unread: str = ""
+    """Why there may be arguments that are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPart:
+    """The nodes of a compiled piece in order, or of what runs between two of them."""
+
+    is_piece: bool
+    nodes: list[GraphNode]
+
+
 class Graph(Protocol):
     """What one capture recorded; it owns the pool memory that the capture allocated."""
 
@@ -72,6 +104,10 @@ class Graph(Protocol):
     @property
     def replay(self) -> Callable[[], None]:
         """Run the recorded work on the recorded addresses."""
+
+    @property
+    def parts(self) -> Sequence[GraphPart]:
+        """Its nodes in order; none where the backend did not note them, see `notes_nodes`."""
 
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""
@@ -144,6 +180,9 @@ class GraphBackend(Protocol):
     name: str
     runs_python: bool
     """Whether a replay runs Python of the captured region again, as an emulation does."""
+
+    notes_nodes: bool
+    """Whether graphs that are captured from now on must have `parts`."""
 
     @property
     def graph_class(self) -> type[Any] | None:

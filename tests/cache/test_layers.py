@@ -12,7 +12,6 @@ import fsspec
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache import remote as remotes
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
@@ -22,20 +21,6 @@ from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
 
 from .conftest import BLOBS, META
-
-
-def test_a_reader_finds_all_of_a_file_of_a_directory_or_none(tmp_path, monkeypatch):
-    layer = RemoteLayer(f"file://{tmp_path}/bucket", trust_all, write_back=True)
-    file, write, seen = tmp_path / "bucket/entries-v2/kind/aa/one", remotes.write_synced, []
-
-    def looking(path, parts, mode):
-        write(path, parts, mode)
-        seen.append((file.exists(), layer.entries("kind")))
-
-    monkeypatch.setattr(remotes, "write_synced", looking)
-    layer._write("entries-v2/kind/aa/one", b"whole")
-    assert seen == [(False, [])]
-    assert file.read_bytes() == b"whole"
 
 
 @pytest.fixture
@@ -462,7 +447,7 @@ def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(url, root, tm
     remote = RemoteLayer(url, trust_all, write_back=True)
     entry = Cache(root, Events(), shared=[remote]).publish("artifact", key, META, BLOBS)
     lost = entry.manifest.blobs["code.py"]
-    remote._files.rm_file(f"{remote._base}/{blob_name(lost.sha256)}")
+    remote.remove(blob_name(lost.sha256))
     new = Cache(None, Events(), shared=[RemoteLayer(url, trust_all)])
     missed = new.lookup("artifact", key)
     assert missed.reason == "incomplete"

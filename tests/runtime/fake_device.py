@@ -139,6 +139,7 @@ class FakeBackend:
     pools: list[list[DeviceGraph]] = field(default_factory=list)
     name: str = "fake"
     runs_python: bool = False
+    notes_nodes: bool = False
     graph_class = DeviceGraph
     order_steps = None
     poison_result = None

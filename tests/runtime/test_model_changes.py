@@ -273,6 +273,7 @@ def double(self, x):
 BEYOND_THE_MODEL = {
     "global": (lambda p: p.setitem(globals(), "FACTOR", 2.0), "['FACTOR']: 1.0 -> 2.0"),
     "class": (lambda p: p.setattr(Options, "gain", 2.0, raising=False), "options has its own 'g"),
+    "inside": (lambda p: p.setitem(globals(), "SIGN", -1), "'.SIGN': '1'} -> {"),
     "variable": (lambda p: p.setenv("OF_A_TEST", "2"), "variable OF_A_TEST: unset -> 2"),
     "method": (lambda p: p.setattr(nn.Linear, "forward", double), "Linear.forward"),
     "function": (lambda p: p.setattr(nn.functional, "linear", torch.matmul), "linear"),

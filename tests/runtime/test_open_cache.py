@@ -160,6 +160,7 @@ SETTINGS = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_tokens": 32}
 def test_why_of_a_cache_without_entries(tmp_path):
     answer = explain_miss(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
     assert (answer.reason, answer.nearest) == ("absent", ())
+    assert not (tmp_path / "statistics").exists(), "nothing was started"
     assert explain_miss(Doubling(), Config(cache=False, **SETTINGS)).reason == "disabled"
 
 

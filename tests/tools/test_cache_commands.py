@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from piecegraph import Events, prepare
-from piecegraph.cache import Cache, Key
+from piecegraph.cache import Cache, Entry, Key, statistics
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.compile.bundle import bundle as bundles
@@ -270,6 +270,51 @@ def test_diff_shows_what_two_entries_differ_in(root, capsys):
     assert capsys.readouterr().out == "they are equal\n"
 
 
+def test_stats_sum_all_starts(root, capsys):
+    key = Key.of("codegen", {"b": 1})
+    for _ in range(2):
+        assert isinstance(Cache(root, Events()).lookup("artifact", key), Entry)
+    Cache(root, Events()).lookup("bundle", Key.of("trace", {"a": 3}))
+    (root / blob_name(hashlib.sha256(b"one").hexdigest())).write_bytes(b"???")
+    Cache(root, Events()).lookup("bundle", Key.of("trace", {"a": 1}))
+    with open(root / "statistics", "ab") as file:
+        file.write(b'{"artifact.hit":')  # of a process that died
+    assert main(["cache", "stats", "--json", "-"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["lookups"] == {
+        "artifact": {"hits": 2, "misses": 0, "by_reason": {}},
+        "bundle": {"hits": 0, "misses": 2, "by_reason": {"absent": 1, "damaged": 1}},
+    }
+    assert (facts["bytes_written"], facts["bytes_read"]) == (7, 2)
+    assert 0 < facts["seconds_saved"] <= 3
+    assert main(["cache", "stats"]) == 0
+    out = capsys.readouterr().out
+    assert "artifact: 2 hits of 2" in out
+    assert "  damaged: 1" in out
+
+
+def test_counts_of_many_starts_stay_small(root, monkeypatch):
+    monkeypatch.setattr(statistics, "MAX_BYTES", 400)
+    for _ in range(100):
+        statistics.add_counts(root, {"bundle.hit": 1})
+    assert (root / "statistics").stat().st_size < 500
+    assert statistics.read_counts(root)["bundle.hit"] == 100
+
+
+def test_lines_of_counts_that_are_none_are_skipped(root, capsys):
+    lines = [
+        '{"bundle.hit": "x"}',
+        '{"bundle.hit": [1]}',
+        '{"bundle.hit": 0.5}',
+        "[1]",
+        "[" * 10**5,
+    ]
+    (root / "statistics").write_text("\n".join([*lines, '{"bundle.hit": 1}', ""]))
+    statistics.add_counts(root, {"bundle.hit": 1})
+    assert statistics.read_counts(root) == {"bundle.hit": 2}
+    assert main(["cache", "stats"]) == 0
+
+
 @pytest.mark.compile
 def test_every_answer_can_be_json(root, capsys, tmp_path, monkeypatch, text_compiler):
     one, two = (digest("trace", a=n)[:10] for n in (1, 2))
@@ -278,7 +323,7 @@ def test_every_answer_can_be_json(root, capsys, tmp_path, monkeypatch, text_comp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     commands = (
-        ["list"], ["show", one], ["diff", one, two], ["verify"], ["export", path],
+        ["list"], ["show", one], ["diff", one, two], ["stats"], ["verify"], ["export", path],
         ["import", path, "--trust", *other], ["keygen", str(tmp_path / "key")], ["prune"],
         ["why", "--of", "answers:make"], ["warm", *SMALL, *other],
     )  # fmt: skip
@@ -288,9 +333,9 @@ def test_every_answer_can_be_json(root, capsys, tmp_path, monkeypatch, text_comp
     for command in commands:
         main(["cache", *command, "--json", "-"])
         assert json.loads(capsys.readouterr().out), command
-    assert main(["cache", "list", "--json", str(tmp_path / "list.json")]) == 0
-    assert "bundle" in capsys.readouterr().out
-    assert json.loads((tmp_path / "list.json").read_text())
+    assert main(["cache", "stats", "--json", str(tmp_path / "stats.json")]) == 0
+    assert "entries" in capsys.readouterr().out
+    assert json.loads((tmp_path / "stats.json").read_text())["directory"] == str(root)
 
 
 OWN_MODEL = """

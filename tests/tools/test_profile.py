@@ -8,8 +8,11 @@ import torch
 import piecegraph as pg
 from piecegraph.compile.plan.step_names import call_names, piece_names
 from piecegraph.errors import InvalidArgument, InvalidSetting
+from piecegraph.runtime.backends.protocol import Argument
 from piecegraph.tools.explain.graph_nodes import (
+    _between,
     _nodes,
+    _what,
     find_graph,
     graph_facts,
     rendered_graph,
@@ -119,7 +122,25 @@ def test_vllm_45069_each_capture_has_a_trace_and_its_graph_a_table(make_decoder,
     assert "addmm" not in str(parts)  # linear calls it
     assert [node["op"].rpartition("::")[2] for node in parts[1]["nodes"]] == ["paged_attention"]
     assert any(path.startswith("metadata.") for path in facts["reads"])
+    operations = facts["operations"]
+    assert len(operations) == dict(prepared.recordings())[find_graph(prepared, "full:2")].operations
+    assert {each["part"] for each in operations} == {part["part"] for part in parts}
+    reads = {(each["op"], a["what"]) for each in operations for a in each["arguments"]}
+    assert {what.partition(" ")[0] for _, what in reads} == {
+        "input", "weight", "metadata", "state", "intermediate",
+    }  # fmt: skip
+    assert {
+        ("compiled piece", "input input_ids"), ("compiled piece", "weight embedding.weight"),
+        ("aten.index_copy_.default", "state keys of layers.1.attention"),
+        ("aten.index_copy_.default", "metadata slot_mapping"),
+    } <= reads  # fmt: skip
+    own = prepared.parts.log.memory[find_graph(prepared, "full:2")]
+    for place in [at for at, what in own.items() if what.endswith(" slot_mapping")]:
+        del own[place]
+    again = graph_facts(prepared, find_graph(prepared, "full:2"), tmp_path)
+    assert "unknown" in [a["what"] for each in again["operations"] for a in each["arguments"]]
     table = rendered_graph({**facts, "unknown": ["float32[3]"]}, "md")
+    assert "|  |  |  | metadata slot_mapping | [2] |" in table
     assert "| piece 0 layer 0 | aten::embedding | [[32, 16], [2]] |  |" in table
     assert "| float32[3] | unknown: no step checks its address |" in table
     assert json.loads(rendered_graph(facts, "json")) == facts
@@ -127,6 +148,26 @@ def test_vllm_45069_each_capture_has_a_trace_and_its_graph_a_table(make_decoder,
         find_graph(prepared, "FULL:4")
     with pytest.raises(InvalidArgument, match="profile_dir"):
         prepared.parts.log.profile_captures(tmp_path / "FULL_2.json")
+
+
+def test_memory_has_the_name_of_the_tensor_that_begins_last_before_the_address():
+    memory = {range(100, 200): "weight all", range(140, 200): "state keys of layer 1"}
+    addresses = [(120, True), (140, False), (199, False), (200, True), (99, False)]
+    assert [_what(Argument(at, is_made, None), memory) for at, is_made in addresses] == [
+        "weight all", "state keys of layer 1", "state keys of layer 1", "intermediate", "unknown",
+    ]  # fmt: skip
+
+
+@pytest.mark.compile
+def test_splitting_ops_in_a_row_are_one_part(make_decoder):
+    prepared, _ = make_decoder
+    plan = prepared.compiled.plan
+    names = ["", "op paged_attention layer 0", "op paged_attention layer 1", ""]
+    assert _between(plan) == names
+    both = plan.model_copy(
+        update={"steps": [step for step in plan.steps if step is not plan.steps[2]]}
+    )
+    assert _between(both) == ["", ", ".join(names[1:3]), ""]
 
 
 def test_kernels_belong_to_the_operator_that_launches_them(tmp_path):

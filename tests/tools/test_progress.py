@@ -53,10 +53,14 @@ def test_a_start_says_its_phase_and_piece_and_what_it_waits_for(terminal):
         of_model.emit("compile.end", range=[1, 8])
         time.sleep(0.2 if terminal else 0)
         shown = stream.getvalue()
+        of_model.emit("cache.wait", layer="remote:s3://bucket/[1]")
         of_model.emit("cache.wait")
     assert "s  compiled piece 2 of 3, for 1 to 8 tokens" in shown
     assert not events.listeners + events.phase_listeners
     if not terminal:
         lines = [line.partition("s  ")[2] for line in stream.getvalue().splitlines()]
         assert lines[:2] == ["tracing", "compiling 3 pieces, 1 from the cache"]
-        assert lines[-1] == "waiting for another process that compiles this model"
+        assert lines[-2:] == [
+            "waiting for another machine that compiles this model, in remote:s3://bucket/[1]",
+            "waiting for another process that compiles this model",
+        ]

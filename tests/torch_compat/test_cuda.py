@@ -28,7 +28,7 @@ def test_object_that_is_kept_forever_gains_a_reference():
 @pytest.mark.gpu
 def test_captured_nodes_are_counted_and_replayed():
     x = torch.zeros(4, device="cuda")
-    assert cuda.captured_nodes() == 0
+    assert cuda.captured_nodes() == len(cuda.nodes_of_capture()) == 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert cuda.captured_nodes() == 0
@@ -45,9 +45,10 @@ def test_captured_nodes_are_counted_and_replayed():
 
 
 @pytest.mark.gpu
-def test_what_the_driver_has_not_is_an_error():
+def test_status_of_the_driver_is_given_and_what_it_has_not_is_an_error():
+    assert cuda.driver_status("cuInit", 0) == 0
     with pytest.raises(AttributeError, match="cuNothing"):
-        cuda.driver("cuNothing")
+        cuda.driver_status("cuNothing")
     with pytest.raises(RuntimeError, match="cuPointerGetAttribute returned CUDA driver error 1"):
         cuda.driver("cuPointerGetAttribute", (ctypes.c_int * 1)(), 2, ctypes.c_uint64(64))
 

@@ -96,6 +96,14 @@ def test_calls_that_became_constants_are_recorded(inlined):
     assert [(c.function, c.arguments) for c in inlined.results] == [(sys.getrecursionlimit, ())]
 
 
+def test_a_function_that_a_builtin_calls_is_recorded(inlined):
+    called = [each.expression for each in inlined.facts if each.kind == "CALLED"]
+    assert called == ["G['negative']"]
+    made = {code.co_qualname for code in inlined.called}
+    assert made == {"Model.forward.<locals>.<lambda>", "holding.<locals>.<lambda>"}
+    assert {code.co_argcount for code in inlined.called} == {1}
+
+
 def test_nothing_stays_replaced():
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 

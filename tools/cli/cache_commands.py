@@ -19,7 +19,7 @@ from ...errors import CacheNotWritable, InvalidSetting
 from ..report.output import output_of, outputs
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import cache_directory, described, lines, manifests, named, parsed
+from .cache_entries import cache_directory, described, lines, manifests, named, of_kind, parsed
 from .run_commands import JsonOption, say, stderr, with_run_options
 
 if TYPE_CHECKING:
@@ -91,6 +91,35 @@ def diff_command(
     facts = [{"name": d.name, "old": d.old, "new": d.new} for d in differences]
     _say(json_path, facts, "\n".join(map(str, differences)) or "they are equal")
     return DIFFERENT if differences else 0
+
+
+@cache_app.command("stats")
+def stats_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> int:
+    """Show hits, misses by reason, seconds saved and bytes, of all starts."""
+    from ...cache.names import blob_names
+    from ...cache.statistics import read_counts
+
+    root, counts = cache_directory(cache_dir), read_counts(cache_directory(cache_dir))
+    kinds = sorted({name.partition(".")[0] for name in counts if "." in name})
+    facts: dict[str, Any] = {
+        "directory": str(root),
+        "entries": len(manifests(root)),
+        "bytes": sum((root / name).stat().st_size for name in blob_names(root)),
+        "bytes_read": counts["bytes_read"],
+        "bytes_written": counts["bytes_written"],
+        "seconds_saved": counts["milliseconds_saved"] / 1000,
+        "lookups": {kind: of_kind(counts, kind) for kind in kinds},
+    }
+    text = [
+        f"{facts['entries']} entries, {shown_size(facts['bytes'])}, in {root}",
+        f"seconds of compiling saved: {facts['seconds_saved']:.1f}",
+        f"read {shown_size(facts['bytes_read'])}, written {shown_size(facts['bytes_written'])}",
+    ]
+    for kind, of in facts["lookups"].items():
+        text.append(f"{kind}: {of['hits']} hits of {of['hits'] + of['misses']}")
+        text += [f"  {reason}: {count}" for reason, count in of["by_reason"].items()]
+    _say(json_path, facts, "\n".join(text))
+    return 0
 
 
 @cache_app.command("verify")

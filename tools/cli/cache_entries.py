@@ -93,3 +93,11 @@ def _ago(moment: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def of_kind(counts: Mapping[str, int], kind: str) -> dict[str, Any]:
+    """Lookups of one kind of entry in the counts of all starts."""
+    missed = f"{kind}.miss."
+    by_reason = {n.removeprefix(missed): c for n, c in counts.items() if n.startswith(missed)}
+    hits = counts.get(f"{kind}.hit", 0)
+    return {"hits": hits, "misses": sum(by_reason.values()), "by_reason": by_reason}

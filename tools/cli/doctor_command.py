@@ -183,7 +183,7 @@ def _settings(path: Path) -> Found:
         if not isinstance(settings, dict):
             raise TypeError("it is no object")
     found = remarks_of(Config(**settings))
-    text = "; ".join(remark.what for remark in found) or "no step is slow"
+    text = "; ".join(remark.what for remark in found) or "each has an effect, no step is slow"
     return text, " ".join(dict.fromkeys(remark.todo for remark in found))
 
 

@@ -2,6 +2,8 @@
 
 Operators, shapes and kernels are those of the trace that `capture(profile_dir=...)` writes: of the
 run before the capture, which launches what the graph replays. What an argument is the plan knows.
+The operations are the nodes of the graph itself, of CUDA's as the driver tells them, each with what
+lies where it reads and writes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from ... import PreparedModel
 from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.step_names import call_names, piece_names
 from ...errors import InvalidSetting
+from ...runtime.backends.protocol import Argument
+from ...runtime.capture.recording import Recording
 from ..report.sections import ReportSection, Table, as_markdown, columns
 
 Facts = dict[str, Any]
@@ -42,7 +46,8 @@ def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Fact
     entry = prepared.dispatcher.plan.entries[graph_index]
     form = prepared.compiled.forms()[entry.descriptor.form]
     plan = form.plan.at(entry.descriptor.num_tokens)
-    notes = dict(prepared.recordings())[graph_index].notes
+    recording = dict(prepared.recordings())[graph_index]
+    notes = recording.notes
     name = re.sub(r"\W+", "_", entry.shape)
     events = json.loads((folder / f"{name}.json").read_text())["traceEvents"]
     names, takes = _parts(plan)
@@ -53,9 +58,52 @@ def graph_facts(prepared: PreparedModel, graph_index: int, folder: Path) -> Fact
             {"part": part, "takes": taken, "nodes": nodes}
             for part, taken, nodes in zip(names, takes, _nodes(events, names), strict=False)
         ],
+        "operations": list(_operations(prepared, graph_index, recording, plan)),
         "reads": notes.facts() if notes else {},
         "unknown": [name for row in unwatched for name in row["tensors"]],
     }
+
+
+def _operations(
+    prepared: PreparedModel, graph_index: int, recording: Recording, plan: Plan
+) -> Iterator[Facts]:
+    """Each node of the graph in order, its part, and its arguments."""
+    memory = prepared.parts.log.memory.get(graph_index, {})
+    pieces = piece_names(plan)
+    between = _between(plan)
+    begun = 0
+    for part in (each for graph in recording.graphs for each in graph.parts):
+        begun += part.is_piece
+        name = pieces[begun - 1] if part.is_piece else between[begun]
+        for node in part.nodes:
+            arguments = [
+                {"what": _what(each, memory), "shape": each.shape} for each in node.arguments
+            ]
+            if node.unread:
+                arguments.append({"what": f"unknown: {node.unread}", "shape": None})
+            yield {
+                "part": name, "op": node.op, "node": node.kind, "kernel": node.kernel,
+                "launch": node.launch, "arguments": arguments,
+            }  # fmt: skip
+
+
+def _between(plan: Plan) -> list[str]:
+    """What runs before the first piece and after each: the names of the calls."""
+    calls, between = iter(call_names(plan)), [list[str]()]
+    for step in plan.steps:
+        if step.kind == "call":
+            between[-1].append(next(calls))
+        else:
+            between.append([])
+    return [", ".join(names) for names in between]
+
+
+def _what(argument: Argument, memory: Mapping[range, str]) -> str:
+    """The tensor that begins last before the address, in the same memory."""
+    places = [place for place in memory if argument.address in place]
+    if places:
+        return memory[max(places, key=lambda place: place.start)]
+    return "intermediate" if argument.is_made else "unknown"
 
 
 def _parts(plan: Plan) -> tuple[list[str], list[dict[str, str]]]:
@@ -130,11 +178,24 @@ def rendered_graph(facts: Facts, form: str) -> str:
         for part in facts["parts"]
         for name, what in part["takes"].items()
     ]
+    operations = [
+        (*(("", "", "") if n else of), argument["what"], argument["shape"] or "")
+        for each in facts["operations"]
+        for of in [(each["part"], each["op"], _node_text(each))]
+        for n, argument in enumerate(each["arguments"] or [{"what": "nothing", "shape": ""}])
+    ]
     reads = [(path, value) for path, value in facts["reads"].items()]
     reads += [(name, "unknown: no step checks its address") for name in facts["unknown"]]
     tables = [
         Table(rows, columns("part", "op", "shapes", "kernels"), "Nodes in order"),
         Table(takes, columns("part", "argument", "what it is"), "What each part takes"),
+        Table(operations, columns("part", "operation", "node", "argument", "shape"), "Operations"),
         Table(reads, columns("read", "value, and where"), "Metadata and state"),
     ]
     return as_markdown(ReportSection(f"Graph {facts['graph']}", tables)) + "\n"
+
+
+def _node_text(node: Facts) -> str:
+    """`kernel gemm grid [8, 1, 1] block [128, 1, 1]`."""
+    launch = [f"{name} {value}" for name, value in node["launch"].items()]
+    return " ".join(filter(None, (node["node"], node["kernel"], *launch)))

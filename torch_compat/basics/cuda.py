@@ -30,9 +30,14 @@ current_stream_handle: Callable[[int], int] = getattr(
 A build without CUDA has none."""
 
 
+def driver_status(name: str, *arguments: Any) -> int:
+    """What a function of the driver returns. Raises AttributeError where the driver has none."""
+    return int(getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments))
+
+
 def driver(name: str, *arguments: Any) -> None:
     """Call the driver. Raises RuntimeError, or OutOfMemoryError."""
-    if (error := int(getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments))) != 0:
+    if (error := driver_status(name, *arguments)) != 0:
         kind = torch.OutOfMemoryError if error == _OUT_OF_MEMORY else RuntimeError
         raise kind(f"{name} returned CUDA driver error {error}")
 
@@ -52,7 +57,13 @@ _INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
 
 def captured_nodes() -> int:
-    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
+    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture."""
+    return len(nodes_of_capture())
+
+
+def nodes_of_capture() -> list[int]:
+    """The nodes of the graph that the current stream is capturing into, in no order; none of an
+    invalid capture.
 
     The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
     spares `keep_graph=True`, which keeps each graph beside its executable form.
@@ -64,7 +75,10 @@ def captured_nodes() -> int:
     count = ctypes.c_size_t()
     if graph:
         driver("cuGraphGetNodes", graph, None, ctypes.byref(count))
-    return count.value
+    nodes = (ctypes.c_size_t * count.value)()
+    if nodes:
+        driver("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    return list(nodes)
 
 
 def upload(graph: torch.cuda.CUDAGraph) -> None:

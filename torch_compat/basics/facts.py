@@ -8,6 +8,12 @@ from typing import Any
 SHARED_CELL = "SHARED_CELL"
 """Kind of the fact that a variable of an enclosing function is the same at two expressions."""
 
+CLASS_CHECK = "CLASS_CHECK"
+"""Kind of the fact that a value was checked against classes: by which function, which classes."""
+
+CALLED = "CALLED"
+"""Kind of the fact that a function was called while tracing, without being traced."""
+
 FALLBACK = "FALLBACK"
 """Kind of the fact that `__getattr__` answered for an attribute, which is called for what neither
 the value nor its class has."""

@@ -1,17 +1,17 @@
 """What a trace ran through: functions that Dynamo inlined, and what it took as constant.
 
 Dynamo adds no guard for some of it: environment variables, functions that it calls while tracing,
-attributes and keys whose absence the model handles. What it decides by objects of this process, as
-the order of a set, is found where a bundle is verified: by another trace.
+attributes and keys whose absence the model handles, the order of sets, identity of equal constants.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +20,8 @@ from typing import Any
 
 from torch._guards import TracingContext
 
-from ..basics.facts import FALLBACK, SHARED_CELL, GuardFact
-from ..basics.frames import user_line
+from ..basics.facts import CALLED, CLASS_CHECK, FALLBACK, SHARED_CELL, GuardFact
+from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
 
@@ -43,6 +43,8 @@ class Inlined:
 
     functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
     """By code object; None where Dynamo made the function while tracing."""
+    called: set[CodeType] = field(default_factory=set)
+    """Functions that the model makes and native code calls while tracing."""
     variables: set[str] = field(default_factory=set)
     obstacles: set[tuple[str, str | None]] = field(default_factory=set)
     """What cannot be stated as a condition, and file:line of the user's code."""
@@ -54,6 +56,8 @@ class Inlined:
     class_reads: set[tuple[type, str]] = field(default_factory=set)
     """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
     them. A class that `__get__` of a descriptor is given is one."""
+    ordered: list[tuple[Any, ...]] = field(default_factory=list)
+    """Items of lists that the model makes sets of: Dynamo keeps their order in every process."""
     results: list[FoldedCall] = field(default_factory=list)
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
@@ -91,6 +95,8 @@ def inlined_calls() -> Iterator[Inlined]:
         (in_graph, "call_function", partial(_note_result, "value")),
         (polyfilled, "call_function", partial(_note_result, "fn")),
         (function, "call_function", _note_kept_result),
+        (function, "as_python_constant", _note_called),
+        (variables.NestedUserFunctionVariable, "as_python_constant", _note_called),
         (variables.UserMethodVariable, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
         (
@@ -101,6 +107,7 @@ def inlined_calls() -> Iterator[Inlined]:
         (variables.SuperVariable, "_resolved_getattr_and_source", _note_super),
         (variables.builder, "make_dupe_guard", _note_alias),
         (variables.builder.VariableBuilder, "__call__", _note_wrapped),
+        (variables.BuiltinVariable, "call_function", _note_builtin),
     ]
     if (of_vars := getattr(variables.dicts, "SideEffectsProxyDict", None)) is not None:
         # torch 2.11 does not trace a function that iterates the `__dict__` of an object
@@ -110,9 +117,21 @@ def inlined_calls() -> Iterator[Inlined]:
     module, cls = variables.PythonModuleVariable, variables.UserDefinedClassVariable
     notes += [(module, n, partial(_note_module_access, n)) for n in _ACCESS & vars(module).keys()]
     notes += [(cls, n, _note_class_access) for n in {*_ACCESS, "call_method"} & vars(cls).keys()]
+    sets = getattr(variables, "sets", variables.dicts)  # torch 2.11 has them among its dicts
+    kinds = [each for each in vars(sets).values() if "set" in getattr(each, "__name__", "").lower()]
+    notes += {  # torch 2.11 has the methods in the parent of sets and dicts
+        (next(owner for owner in kind.__mro__ if name in vars(owner)), name, _note_order)
+        for kind in kinds
+        if isinstance(kind, type) and kind.__module__ == sets.__name__
+        for name in _SET_ORDER
+        if hasattr(kind, name)
+    }
+    notes += [(sets.SetVariable, "call_method", _note_popped)]
     notes += [(variables.ListVariable, "call_method", _note_extended)]
     notes += [(variables.ConstDictVariable, "call_method", _note_joined)]
+    comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:
+        stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", comparisons))
         for owner, name, note in notes:
             noted = _noting(owner, name, partial(note, inlined))
             stack.enter_context(replaced(owner, name, noted))
@@ -129,6 +148,16 @@ def _noting(owner: Any, name: str, note: Callable[..., None]) -> Any:
         return original(*args, **kwargs)
 
     return classmethod(call) if isinstance(static, classmethod) else call
+
+
+def _noted_comparisons(inlined: Inlined, handlers: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions by which Dynamo runs `is` and the like."""
+
+    def noted(original: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        _note_identity(inlined, tx, args)
+        return original(tx, args, kwargs)
+
+    return {**handlers, **{name: partial(noted, handlers[name]) for name in ("is", "is not")}}
 
 
 def _note_function(
@@ -256,6 +285,82 @@ def _note_wrapped(inlined: Inlined, builder: Any, value: Any) -> None:
         inlined.wrapped.add(expression)
 
 
+def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
+    """What Dynamo decides by objects of this process, which an equal process may not share."""
+    function = variable.fn
+    if function is hash and tx.f_code.co_name != "__hash__" and not _are_numbers(args):
+        inlined.refuse("the hash of an object")
+    if function in (operator.is_, operator.is_not):
+        _note_identity(inlined, tx, args)
+    if function in (isinstance, issubclass) and len(args) == 2:
+        _note_class_check(inlined, function.__name__, *args)
+    if function is set and args:
+        items = getattr(args[0].realize(), "items", None)
+        if isinstance(items, list):
+            inlined.ordered.append(tuple(item.realize() for item in items))
+
+
+def _note_called(inlined: Inlined, variable: Any) -> None:
+    """A function becomes an object where native code calls it, as the key of `max` or in `re.sub`:
+    Dynamo traces nothing of it, and takes the result as constant."""
+    code = variable.get_code()
+    if not _is_for_native_code() or is_torch_file(code.co_filename):
+        return
+    if variable.source is not None:
+        inlined.rely(variable.source, CALLED)
+    else:
+        _add_made(inlined, variable)
+
+
+def _add_made(inlined: Inlined, variable: Any) -> None:
+    """A function that the frame has made, and those that it holds."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    inlined.called.add(variable.get_code())
+    for cell in getattr(getattr(variable, "closure", None), "items", ()):
+        held: Any = InstructionTranslator.current_tx().output.side_effects.load_cell(cell)
+        if type(held) is type(variable) and held.get_code() not in inlined.called:
+            _add_made(inlined, held)
+
+
+def _is_for_native_code() -> bool:
+    """Whether Dynamo makes an object for a call, and not to ask what it could make."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in _MAKES_OBJECTS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _CALLS_NATIVELY
+
+
+def _note_class_check(inlined: Inlined, check: str, one: Any, checked: Any) -> None:
+    """Registries of abstract classes and methods of metaclasses decide, without a guard."""
+    constants = _constants([checked]) if one.source is not None else None
+    classes = tuple(each for each in _classes(constants) if type(each) is not type)
+    if classes:
+        inlined.rely(one.source, CLASS_CHECK, (check, classes))
+
+
+def _classes(checked: Any) -> Iterator[type]:
+    """The classes of a tuple or a union."""
+    if isinstance(checked, type):
+        yield checked
+    elif isinstance(checked, tuple):
+        for each in checked:
+            yield from _classes(each)
+    else:
+        yield from _classes(getattr(checked, "__args__", ()))
+        yield from _classes(getattr(checked, "__origin__", ()))
+
+
+def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
+    if is_torch_file(tx.f_code.co_filename):
+        return  # torch writes `a is b or a == b` for what Python does
+    values = _constants(args) or ()
+    one, other = values if len(values) == 2 else (None, None)
+    may_be_two = type(one) is type(other) and type(one) in _EQUAL_OBJECTS and one == other
+    if may_be_two and not (type(one) is int and -5 <= one <= 256):
+        inlined.refuse(f"whether {one!r} is one object or two")
+
+
 def _note_keys(inlined: Inlined, names: Any) -> None:
     """The `__dict__` of an object is iterated."""
     if (source := getattr(names.item, "source", None)) is not None:
@@ -269,10 +374,17 @@ def _note_key(inlined: Inlined, names: Any, key: Any) -> None:
         inlined.facts.add(GuardFact(str(source.name), "NOT_PRESENT_IN_GENERIC_DICT", name))
 
 
+def _note_popped(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -> None:
+    if name == "pop":
+        _note_order(inlined, variable)
+
+
 def _note_extended(inlined: Inlined, _: Any, tx: Any, name: str, args: Any, *__: Any) -> None:
-    """Dynamo makes a list of a dict."""
+    """Dynamo makes a list of a set or a dict."""
     added: Any = args[0].realize() if name == "extend" and args else None
-    if "Dict" in type(added).__name__ and added.source is not None:
+    if "Set" in type(added).__name__:
+        _note_order(inlined, added)
+    elif "Dict" in type(added).__name__ and added.source is not None:
         inlined.rely(added.source, "ITERATED")
 
 
@@ -282,9 +394,64 @@ def _note_joined(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -
         inlined.rely(variable.source, "ITERATED")
 
 
+def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
+    """A set is iterated, in an order that its history and the hashes of its items decide."""
+    kind = type(variable).__name__
+    if "set" not in kind.lower() or "Ordered" in kind or "DictKey" in kind:
+        return
+    if len(variable.items) < 2 or _is_orderless():
+        return
+    if variable.source is None and _is_of_list(inlined, [item.vt for item in variable.items]):
+        return
+    is_random = sys.flags.hash_randomization and not _are_numbers(i.vt for i in variable.items)
+    if variable.source is None or is_random:
+        inlined.refuse("the order of a set")
+    else:
+        inlined.rely(variable.source, "ITERATED")
+
+
+def _is_of_list(inlined: Inlined, items: Sequence[Any]) -> bool:
+    """Whether a set has items of one list, and in its order."""
+    for ordered in inlined.ordered:
+        following = iter(ordered)
+        if all(any(item is other for other in following) for item in items):
+            return True
+    return False
+
+
+def _are_numbers(variables: Any) -> bool:
+    """Whether the hashes of constants are the same in every process."""
+    values = _constants(variables)
+    return values is not None and all(isinstance(value, int | float) for value in values)
+
+
+def _is_orderless() -> bool:
+    """Whether Dynamo iterates a set for a function whose result has no order."""
+    frame, names = inspect.currentframe(), set()
+    for _ in range(_NEAR):
+        if (frame := frame.f_back if frame else None) is not None:
+            names.add(frame.f_code.co_name)
+    return not names.isdisjoint(_ORDERLESS)
+
+
 _PARTS_OF_FUNCTIONS = ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__")
+_EQUAL_OBJECTS = (str, bytes, int, float, complex, tuple, frozenset)
+"""Types of constants of which two objects may be equal."""
 _PART_ACCESS = ("var_getattr", "tp_getattro_impl")
 """Methods by which Dynamo looks up an attribute of any value, by version of torch."""
+_SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
+"""Methods by which Dynamo iterates a set, by version of torch."""
+_ORDERLESS, _NEAR = ("call_sorted", "call_set", "call_frozenset"), 8
+"""Functions of Dynamo that iterate a set whose order cannot be seen, and how far they are below."""
+
+
+_MAKES_OBJECTS = {
+    *("_is_for_native_code", "_note_called", "call", "guarded_method", "realize_and_forward"),
+    *("as_python_constant", "get_function", "_get_function_impl"),
+    *("<listcomp>", "<dictcomp>", "<genexpr>"),
+}
+_CALLS_NATIVELY = {"constant_fold_handler", "call_function", "call_method"}
+"""Functions of Dynamo that make an object of a variable, and those that then call native code."""
 
 
 def _traced_line() -> str | None:

@@ -164,6 +164,7 @@ class ReplayBackend:
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
     runs_python: bool = True
+    notes_nodes: bool = False
     graph_class: type[Any] | None = None
     counters: Counter[str] = field(default_factory=Counter)
     pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)

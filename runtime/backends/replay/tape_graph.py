@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ....errors import MovedTensor
-from ..ownership import memory_of
-from .tape import COPIES, Tape, poison
+from ....torch_compat.basics.ops import OpOverload
+from ..ownership import COMPILED_PIECE, memory_of
+from ..protocol import Argument, GraphNode, GraphPart
+from .tape import COPIES, Operation, Tape, poison
 
 
 class TapeGraph:
@@ -71,12 +73,34 @@ class TapeGraph:
             )
 
     @property
+    def parts(self) -> list[GraphPart]:
+        parts: list[GraphPart] = []
+        for op, tensors in self._nodes():
+            if (is_piece := op == COMPILED_PIECE) or not parts or parts[-1].is_piece:
+                parts.append(GraphPart(is_piece, []))
+            arguments = [
+                Argument(each.data_ptr(), self._ownership.is_made(each), [*each.shape])
+                for each in tensors
+            ]
+            parts[-1].nodes.append(GraphNode(op, arguments))
+        return parts
+
+    @property
     def reads(self) -> list[Tensor]:
         """The tensors that its operations take."""
+        return [tensor for _, tensors in self._nodes() for tensor in tensors]
+
+    def _nodes(self) -> list[tuple[str, list[Tensor]]]:
+        """Its operations in order: the op or "compiled piece", and the tensors that it takes."""
         calls = [op.args[0] if op.func in COPIES else op for op in self.calls]
-        return [each for call in calls for each in memory_of((call.args, call.keywords))]
+        return [(_op_of(call), memory_of((call.args, call.keywords))) for call in calls]
 
     def release(self) -> None:
         self._released(self, self._made)
         self.calls = ()
         self._made = ()
+
+
+def _op_of(call: Operation) -> str:
+    op = next((each for each in (call.func, *call.args[:1]) if isinstance(each, OpOverload)), None)
+    return COMPILED_PIECE if op is None else str(op)

@@ -19,6 +19,7 @@ from ...core.arguments import checked, must_be_within
 from ...core.code import ModelCode
 from ...core_model import CoreModel
 from ...part import Modes, Part, Run
+from ...tensors_by_path import tensors_by_path
 from .first_steps import FirstSteps
 from .profiler_ranges import StepRanges, name_segments, profiled, range_hooks
 from .step_log import LoggedStep, StepLog, StepObserver
@@ -49,6 +50,8 @@ class LogPart(Part):
         """Whether a step runs whose observers are told."""
         self._ranges = StepRanges()
         self._profiles: Path | None = None
+        self.memory: dict[int, dict[range, str]] = {}
+        """Of each graph captured with a profile: what lies where, by the addresses."""
 
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on.
@@ -108,9 +111,11 @@ class LogPart(Part):
                 graph.recording.link()
 
     def profile_captures(self, folder: str | Path | None) -> None:
-        """Write a trace of torch's profiler for each capture from now on into `folder`; None ends
-        it. Raises InvalidArgument for a folder that cannot be made."""
+        """Write a trace of torch's profiler for each capture from now on into `folder`, and let
+        graphs note their nodes; None ends it. Raises InvalidArgument for a folder that cannot be
+        made."""
         self._profiles = folder if folder is None else Path(folder)
+        self._core.environment.backend.notes_nodes = folder is not None
         try:
             if self._profiles is not None:
                 self._profiles.mkdir(parents=True, exist_ok=True)
@@ -172,6 +177,8 @@ class LogPart(Part):
             self._core.link()
 
     def captured(self, graph: InstalledGraph) -> None:
+        if self._profiles is not None:
+            self.memory[graph.index] = self._memory_of(graph)
         if self._ranges in self._observers:
             size = graph.entry.descriptor.num_tokens
             name_segments(graph.recording, graph.code.compiled.plan.at(size))
@@ -182,6 +189,32 @@ class LogPart(Part):
         if self._ranges in self._observers:
             for each in self._core.steps.codes:
                 each.link(range_hooks)
+
+    def _memory_of(self, graph: InstalledGraph) -> dict[range, str]:
+        """Memory that the graph may read and that has a name. What the capture has made has none.
+        A tensor has the first of its names: metadata may lie in what is watched. Each place is from
+        where a tensor begins to the end of its memory, in which others may begin."""
+        compiled, context = graph.code.compiled, self._core.steps.context
+        weights = {**compiled.weights, **dict(compiled.model.named_parameters())}
+        named = {
+            "input": zip(compiled.plan.tensors(), graph.inputs.views, strict=False),
+            "weight": (weights | dict(compiled.model.named_buffers())).items(),
+            "metadata": [
+                (path.removeprefix("metadata."), tensor)
+                for path, tensor in (graph.recording.metadata or {}).items()
+            ],
+            "state": [
+                *self._core.watched().items(),
+                *tensors_by_path("layers", dict(context.layers)),
+            ],
+        }
+        places: dict[range, str] = {}
+        for kind, tensors in named.items():
+            for name, tensor in tensors:
+                memory = tensor.untyped_storage()
+                place = range(tensor.data_ptr(), memory.data_ptr() + memory.nbytes())
+                places.setdefault(place, f"{kind} {name}")
+        return places
 
     def _use(self, observers: tuple[StepObserver, ...]) -> None:
         self._observers = observers

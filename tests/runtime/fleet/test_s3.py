@@ -1,6 +1,9 @@
 """Machines with separate directories that share a layer on an S3 server, in real processes."""
 
+import signal
+import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.events import Events
 
-from .conftest import starts
+from .conftest import command_of, starts
 
 pytestmark = [
     pytest.mark.compile, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900),
@@ -53,16 +56,60 @@ def fleet(bucket, tmp_path):
     return Fleet(bucket, tmp_path)
 
 
+def compiles(outcomes):
+    return sorted(outcome["counters"].get("inductor_compiles", 0) for outcome in outcomes)
+
+
+def all_of(prefix):
+    return [f"{prefix}{number}" for number in range(MACHINES)]
+
+
+def test_one_of_six_cold_machines_compiles(fleet):
+    outcomes = fleet.start(*all_of("first"))
+    *waited, compiled = compiles(outcomes)
+    assert waited == [0] * (MACHINES - 1)
+    assert compiled > 0
+    assert sum(outcome["hit"] for outcome in outcomes) == MACHINES - 1
+    warm = fleet.start(*all_of("second"))
+    assert compiles(warm) == [0] * MACHINES
+    assert all(outcome["hit"] for outcome in warm)
+
+
+def test_machines_serve_uncompiled_while_one_of_them_compiles(fleet):
+    outcomes = fleet.start(*all_of("machine"), bundle="serve")
+    *waited, compiled = compiles(outcomes)
+    assert waited == [0] * (MACHINES - 1)
+    assert compiled > 0
+    for outcome in outcomes:
+        assert outcome["background"] is None or outcome["background"]["state"] == "compiled"
+        assert max(outcome["error_of_uncompiled"], outcome["error_of_results"]) < 1e-5
+
+
+def test_a_killed_holder_is_followed_by_one_of_those_who_wait(fleet):
+    """A lease that did not change for a minute is that of a dead machine."""
+    killed = subprocess.Popen(
+        command_of(fleet.directory / "killed", [fleet.settings]), stdout=subprocess.DEVNULL
+    )
+    while not fleet.stored("locks"):
+        assert killed.poll() is None
+        time.sleep(0.05)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert fleet.stored("locks")
+    outcomes = fleet.start("one", "two")
+    assert sum(outcome["hit"] for outcome in outcomes) == 1
+    assert not fleet.stored("locks")
+
+
 def test_two_versions_share_a_layer_and_each_finds_its_own(fleet):
     """A rolling upgrade and its rollback: machines of both versions start side by side."""
     (first,) = fleet.start("old1", version="1.0.0")
     assert not first["hit"]
     with ThreadPoolExecutor() as pool:
         old = pool.submit(fleet.start, "old2", version="1.0.0")
-        new = pool.submit(fleet.start, "new1", version="2.0.0")
+        new = pool.submit(fleet.start, "new1", "new2", version="2.0.0")
     assert [outcome["hit"] for outcome in old.result()] == [True]
-    assert [outcome["hit"] for outcome in new.result()] == [False]
-    assert [outcome["hit"] for outcome in fleet.start("new2", version="2.0.0")] == [True]
+    assert sorted(outcome["hit"] for outcome in new.result()) == [False, True]
     assert len(fleet.stored("entries-v2/bundle")) == 2
     for machine in ("new1", "old3"):  # an upgraded machine goes back, a new one has the old version
         (back,) = fleet.start(machine, version="1.0.0", bundle="force")
@@ -123,6 +170,7 @@ def test_clocks_that_differ_by_days_change_nothing(fleet):
     with ThreadPoolExecutor() as pool:
         early = pool.submit(fleet.start, "early1", "early2", skew=-86400)
         late = pool.submit(fleet.start, "late1", skew=86400)
-        early.result(), late.result()
+        outcomes = early.result() + late.result()
+    assert sum(outcome["hit"] for outcome in outcomes) == 2
     assert all(outcome["hit"] for outcome in fleet.start("early1", "late1", skew=86400))
     assert all(outcome["hit"] for outcome in fleet.start("late1", "new", skew=-86400))
