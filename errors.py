@@ -520,8 +520,8 @@ class HostCopyInCapture(RefusedInCapture):
 
 
 class ResultNotAsTraced(RunError):
-    what = "op {op} returned {got}, but its fake kernel told the trace {told}"
-    todo = "Correct the op or its fake kernel (torch.library.register_fake), and prepare again."
+    what = "op {op} {got}, but {told}"
+    todo = "Correct the op, its schema or its fake kernel (register_fake), and prepare again."
 
 
 class TensorLeftBreak(RunError):

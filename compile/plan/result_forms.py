@@ -1,25 +1,33 @@
-"""What ops return is compared with what the trace was told by their fake kernels.
+"""What ops return and write is compared with what the trace was told.
 
-A piece is compiled for the form that the fake kernel of a splitting op said: of another dtype it
-would read other bits, of another shape or strides other elements. The results of splitting ops are
-compared when code first runs at a size, those of ops inside a piece when it is run under
-`CheckedOps`.
+A piece is compiled for the form that the fake kernel of an op said: of another dtype it would read
+other bits, of another shape or strides other elements. The results of splitting ops are compared
+when code first runs at a size, those of ops inside a piece when it is run under `CheckedOps`: by
+trials of the piece, and the first time that code runs.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import ResultNotAsTraced
-from ...torch_compat.basics.ops import fake_function, op_name
-from ...torch_compat.basics.tensors import FakeTensorMode, LightDispatchMode, tree_map_only
+from ...torch_compat.basics.ops import fake_function, is_distributed, op_name
+from ...torch_compat.basics.tensors import (
+    FakeTensorMode,
+    LightDispatchMode,
+    is_wrapper_subclass,
+    storage_id,
+    tree_map_only,
+    writes_counted,
+)
 from ..ir.locations import op_line
-from ..ir.ops import is_custom, tensors_in
+from ..ir.ops import is_custom, tensors_in, written_by
 from ..ir.plan import Plan, evaluated
 from ..ir.serialization import dtype_name
 from .codegen import AfterCall, StepFn
@@ -27,6 +35,14 @@ from .compiled_model import CompiledModel, Hooks
 
 _FAILED_OP = re.compile(r"Error in op: (?:torch\.ops\.)?(\w+)\.(\w+)")
 """In an assertion of Inductor's code, whose first line says what differs."""
+
+_FOREIGN_OP = re.compile(r"torch\.ops\.(?!aten\.|prims\.|higher_order\.)(\w+)\.(\w+)")
+
+_COMMENT = re.compile("#.*")
+"""Of a piece: the user's line, which may call operators of other pieces, too."""
+
+_MOST_BYTES = 16 << 20
+"""Of an argument whose content is compared; of a larger one, what torch counts."""
 
 
 def checked_link(compiled: CompiledModel, hooks: Hooks | None = None) -> StepFn:
@@ -42,15 +58,25 @@ def checked_link(compiled: CompiledModel, hooks: Hooks | None = None) -> StepFn:
                 texts = (piece.text for piece in compiled.plan.pieces)
                 lines = (op_line(text, re.compile(rf"\b{found[2]}\b")) for text in texts)
                 where, fact = next(filter(None, lines), None), str(error).splitlines()[0]
-                raise _refused("::".join(found.groups()), fact, "another one", where) from error
+                told = "its fake kernel told the trace another one"
+                raise _refused(
+                    "::".join(found.groups()), f"returned {fact}", told, where
+                ) from error
             raise
 
     return checked
 
 
 def is_checked(plan: Plan) -> bool:
-    """Whether there are results of splitting ops to compare."""
-    return any(any(call.forms) for each in plan.intervals() for call in each.calls())
+    """Whether there are results to compare: of splitting ops, or of others' ops in a piece."""
+    intervals = plan.intervals()
+    return bool(foreign_ops(plan)) or any(any(c.forms) for each in intervals for c in each.calls())
+
+
+def foreign_ops(plan: Plan) -> frozenset[str]:
+    """The operators in pieces that are not torch's own, as `ns::op`."""
+    texts = [_COMMENT.sub("", piece.text) for each in plan.intervals() for piece in each.pieces]
+    return frozenset("::".join(name) for text in texts for name in _FOREIGN_OP.findall(text))
 
 
 def _after_call(plan: Plan) -> AfterCall:
@@ -68,7 +94,16 @@ def _after_call(plan: Plan) -> AfterCall:
 
 
 class CheckedOps(LightDispatchMode):
-    """Raises ResultNotAsTraced for a custom op that returns another form than its fake kernel."""
+    """Raises ResultNotAsTraced for a custom op that returns another form than its fake kernel, or
+    writes to an argument that its schema does not name as written.
+
+    The ops `inside` compiled code may return no memory of an argument either: to a compiler that
+    is free after its last use, and a write to one is none to the other.
+    """
+
+    def __init__(self, inside: Collection[str] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._inside = inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -78,22 +113,53 @@ class CheckedOps(LightDispatchMode):
         with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, (args, given))
             told = tensors_in(func(*fakes[0], **fakes[1]))  # a form that depends on data is none
-        result = func(*args, **given)
+        before = [] if is_distributed(func) else _unwritten(func, args, given)
+        result, op = func(*args, **given), op_name(func)
         for one, other in zip(tensors_in(result), told or (), strict=told is not None):
             dims, strides = list(other.shape), list(other.stride())
-            _compare(op_name(func), one, dtype_name(other.dtype), dims, strides)
+            _compare(op, one, dtype_name(other.dtype), dims, strides)
+        if any(not _is(_content(tensor), content) for tensor, content in before):
+            raise _refused(op, "wrote to an argument", "its schema does not say so")
+        if op in self._inside and not any(each.alias_info for each in func._schema.returns):
+            places = [storage_id(tensor) for tensor in tensors_in((args, given)) if tensor.numel()]
+            for one in tensors_in(result):
+                if one.numel() and {storage_id(one), one.data_ptr()}.intersection(places):
+                    raise _refused(op, "returned memory that it was given", "its schema says new")
+                places.append(one.data_ptr())
         return result
+
+
+def _unwritten(func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Any]]:
+    """The arguments that the schema does not name as written, and what they hold."""
+    written = {storage_id(tensor) for tensor in written_by(func, args, kwargs)}
+    tensors = [t for t in tensors_in((args, kwargs)) if t.layout is torch.strided]
+    plain = [tensor for tensor in tensors if not is_wrapper_subclass(tensor)]
+    return [(t, _content(t)) for t in plain if storage_id(t) not in written]
+
+
+def _content(tensor: Tensor) -> Any:
+    """The bits of a tensor; of a large one how often it was written to, where torch counts that."""
+    if tensor.nbytes > _MOST_BYTES:
+        return None if tensor.is_inference() else writes_counted(tensor)
+    copy = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+    return copy.view(-1).view(torch.uint8)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def _compare(op: str, result: Any, dtype: str, dims: Any, strides: Any) -> None:
     """The stride of a dimension of one element, or of no elements, is any."""
     got, now = dtype_name(result.dtype), list(result.shape)
     if got != dtype or now != dims:
-        raise _refused(op, f"{got}{now}", f"{dtype}{dims}")
+        told = f"its fake kernel told the trace {dtype}{dims}"
+        raise _refused(op, f"returned {got}{now}", told)
     matter = [size != 1 and result.numel() for size in now]
     steps = [step if each else 0 for step, each in zip(result.stride(), matter, strict=True)]
     if steps != [step if each else 0 for step, each in zip(strides, matter, strict=True)]:
-        raise _refused(op, f"strides {list(result.stride())}", f"strides {strides}")
+        told = f"its fake kernel told the trace strides {strides}"
+        raise _refused(op, f"returned strides {list(result.stride())}", told)
 
 
 def _refused(op: str, got: str, told: str, where: str | None = None) -> ResultNotAsTraced:

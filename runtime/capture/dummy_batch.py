@@ -23,6 +23,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import error_line, first_line
 from ...compile.ir.ops import written_by
 from ...compile.plan.compiled_model import CompiledModel
+from ...compile.plan.result_forms import CheckedOps, foreign_ops
 from ...dispatch import FORM, BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import (
     DummyStepFailed,
@@ -196,11 +197,14 @@ class DummyBatches:
         metadata = HeldValues({"metadata": self.context.metadata}, depth=3)
         layers = {f"layers[{name!r}]": each for name, each in self.context.layers.items()}
 
+        model, plan = code.compiled.model, code.compiled.plan
+        ops = CheckedOps(foreign_ops(plan)) if code.compiled.traced else nullcontext()
+
         def run() -> None:
-            code.call(*views)
+            with ops:
+                code.call(*views)
             metadata.restore()  # each step has its own
 
-        model = code.compiled.model
         held: dict[str, Tensor] = {}
         for path, layer in layers.items():
             held |= tensors_by_path(path, layer)
@@ -208,7 +212,7 @@ class DummyBatches:
         own = {**_held_by_modules(model), **dict(model.named_buffers()), **parameters}
         held |= own
         objects = dict(model.named_modules()) | layers
-        names = (f"input {each.label}" for each in code.compiled.plan.inputs)
+        names = (f"input {each.label}" for each in plan.inputs)
         places = Places({**code.compiled.weights, **own, **dict(zip(names, views, strict=False))})
         call = partial(places.observe, run)
         tensors, attributes = run_twice(call, objects, state, held, views, self._emit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel, Hooks
-from ...compile.plan.result_forms import checked_link, is_checked
+from ...compile.plan.result_forms import CheckedOps, checked_link, foreign_ops, is_checked
 from ...errors import ModelClosed
 from ..backends.protocol import Code, GraphBackend
 from .binding import binder, fits, laid_out, lay_out, packer, passed_inputs
@@ -91,7 +92,8 @@ class ModelCode:
         checked = self._checked
 
         def first(*tensors: Any) -> tuple[Any, ...]:
-            results = checked(*tensors)
+            with nullcontext() if self._ran else CheckedOps(foreign_ops(self.compiled.plan)):
+                results = checked(*tensors)
             self._ran.add(num_tokens)
             return results
 

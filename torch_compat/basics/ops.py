@@ -78,11 +78,14 @@ COLLECTIVES = "c10d"
 _MEETINGS = frozenset({COLLECTIVES, "_c10d_functional", "_dtensor", "symm_mem"})
 
 
+def is_distributed(op: Any) -> bool:
+    """Whether it may return before it has ended, or wait for one that has not."""
+    return op.namespace in _MEETINGS
+
+
 def is_collective(op: Any) -> bool:
     """Whether ranks may wait for each other in `op`: of `torch.distributed`, and takes a group."""
-    if op.namespace not in _MEETINGS:
-        return False
-    return any("group" in argument.name for argument in op._schema.arguments)
+    return is_distributed(op) and any("group" in each.name for each in op._schema.arguments)
 
 
 def returns_early(op: OpOverload) -> bool:

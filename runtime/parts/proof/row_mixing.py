@@ -32,7 +32,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -45,6 +44,7 @@ from ....compile.ir.config import TOKENS
 from ....compile.ir.locations import handled
 from ....compile.ir.plan import PieceStep, Plan
 from ....compile.plan.compiled_model import CompiledModel
+from ....compile.plan.result_forms import foreign_ops
 from ....errors import OtherRowsWritten, ResultNotAsTraced
 from ...core.preserved import WHOLE
 from ...core.records import RowsMixed
@@ -61,8 +61,6 @@ _METHOD = 4
 
 KNOWN = "padding"
 """Kind of the cache entries with what was found."""
-
-_FOREIGN_OP = re.compile(r"torch\.ops\.(?!aten\.|prims\.|higher_order\.)")
 
 
 def known_mixed_rows(
@@ -245,7 +243,7 @@ def _sizes(plan: Plan, padded: str, others: Sizes) -> tuple[Sizes, Sizes] | None
 def _key(compiled: CompiledModel, **asked: Any) -> Key | None:
     """None where the code may be another one without a sign of it."""
     plan = compiled.plan
-    if compiled.bundle is None or any(_FOREIGN_OP.search(piece.text) for piece in plan.pieces):
+    if compiled.bundle is None or foreign_ops(plan):
         return None
     kept = [weight.target for weight in plan.weights if not weight.written]
     try:

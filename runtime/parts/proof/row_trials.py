@@ -15,7 +15,7 @@ from torch import Tensor
 from ....compile.ir.config import TOKENS
 from ....compile.ir.plan import PieceStep, Plan, evaluated
 from ....compile.plan.compiled_model import CompiledModel
-from ....compile.plan.result_forms import CheckedOps
+from ....compile.plan.result_forms import CheckedOps, foreign_ops
 from ....torch_compat.basics.distributed import without_other_ranks
 from ...capture.dummy_batch import preserve_rng_state
 from ...core.preserved import SavedMemory
@@ -122,6 +122,10 @@ class Trials:
         except Exception:  # the source of a piece may not run as it is
             return False
         return True
+
+    @cached_property
+    def _foreign(self) -> frozenset[str]:
+        return foreign_ops(self.compiled.plan)
 
     @cached_property
     def _targets(self) -> dict[str, str]:
@@ -406,7 +410,7 @@ class Trials:
         written = {i.name: i for i in plan.inputs if i.written and i.name in tensors}
         before = {name: tensors[name].clone() for name in written}
         if self.untraced is None:
-            with CheckedOps() if real == padded else nullcontext():  # type: ignore[no-untyped-call]
+            with CheckedOps(self._foreign) if real == padded else nullcontext():
                 names, results, state = self._of_piece(args, pointers, padded, ops)
         else:
             is_other = padding not in (Padding.RANDOM, Padding.OTHER)

@@ -1,4 +1,5 @@
-"""An op that returns another form than its fake kernel said is an error by name, in every mode."""
+"""An op that returns another form than its fake kernel said, memory that it was given, or that
+writes what its schema does not say, is an error by name, in every mode."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from torch import nn
 
 from piecegraph import Batch, prepare
 from piecegraph.compile.plan.result_forms import checked_link
-from piecegraph.errors import AllCapturesFailed, PiecegraphError, ResultNotAsTraced
+from piecegraph.errors import AllCapturesFailed, ResultNotAsTraced
 
 from ..conftest import small_config
 
@@ -19,6 +20,11 @@ LIES = {
     "columns": (lambda x: (x + 1)[:, :3].clone(), r"float32\[\d, 3\].* told .* float32\[\d, 4\]"),
     "strides": (lambda x: (x + 1).t().contiguous().t(), r"strides \[1, \d\].* told .* \[4, 1\]"),
     "one size": (lambda x: (x + 1).double() if len(x) == 3 else x + 1, r"float64\[3, 4\]"),
+}
+BEHIND_THE_SCHEMA = {
+    "writes": (lambda x: x.add_(1).clone(), "wrote to an argument, but its schema"),
+    "returns its argument": (lambda x: x, "returned memory that it was given"),
+    "returns a part of it": (lambda x: x[:], "returned memory that it was given"),
 }
 OP = {"op": torch.clone}
 
@@ -76,12 +82,36 @@ def test_what_is_as_told_serves(monkeypatch):
         assert torch.equal(prepared(x, batch=Batch(num_tokens, 1)), x * 2 + 2)
 
 
-@pytest.mark.parametrize("lie", ["wider", "columns"])
-def test_an_op_in_a_piece_is_held_to_its_fake_kernel(monkeypatch, lie):
-    fn, words = LIES[lie]
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+@pytest.mark.parametrize("lie", ["wider", "columns", *BEHIND_THE_SCHEMA])
+def test_an_op_in_a_piece_is_held_to_its_fake_kernel_and_schema(monkeypatch, mode, lie):
+    """In `prepare`, where pieces run with padding; also where no graph is captured."""
+    fn, words = {**LIES, **BEHIND_THE_SCHEMA}[lie]
     monkeypatch.setitem(OP, "op", fn)
-    with pytest.raises(PiecegraphError, match=f"told_tests::op returned {words}"):
-        prepare(Model(), config("FULL", splitting_ops=()))
+    run = partial(prepare, Model(), config(mode, splitting_ops=()))
+    if mode == "NONE":
+        run = partial(run(), torch.rand(3, 4), batch=Batch(3, 3))
+    with pytest.raises(ResultNotAsTraced, match=f"told_tests::op .*{words}"):
+        run()
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_a_splitting_op_is_held_to_what_its_schema_says_of_writes(monkeypatch, mode):
+    """A capture restores what a model is known to write: captures counted in a buffer."""
+    monkeypatch.setitem(OP, "op", BEHIND_THE_SCHEMA["writes"][0])
+    prepared = prepare(Model(), config(mode))
+    step = partial(prepared, torch.rand(3, 4), batch=Batch(3, 3))
+    with pytest.raises((ResultNotAsTraced, AllCapturesFailed), match="wrote to an argument"):
+        (step if mode == "NONE" else prepared.capture)()
+
+
+def test_a_splitting_op_may_return_its_argument(monkeypatch):
+    """No compiled code holds both."""
+    monkeypatch.setitem(OP, "op", lambda x: x)
+    prepared = prepare(Model(), config("PIECEWISE"))
+    prepared.capture()
+    x = torch.rand(3, 4)
+    assert torch.equal(prepared(x, batch=Batch(3, 3)), x * 2 + 2)
 
 
 def test_an_assertion_of_compiled_code_names_the_op_and_its_line():
