@@ -62,6 +62,16 @@ def test_a_reader_that_has_gone_is_no_wrong_number(arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["sizes", "fit", EXCERPT]])
+def test_closed_streams_are_a_bad_value_and_no_traceback(arguments):
+    closed = run_alone("sh", "-c", 'exec "$@" >&-', "sh", *PROGRAM, *arguments)
+    assert closed.returncode == 2
+    assert closed.stderr == "error: standard output cannot be written: it is closed\n"
+    unlogged = run_alone("sh", "-c", 'exec "$@" 2>&-', "sh", *PROGRAM, "no-such-command")
+    assert (unlogged.returncode, unlogged.stdout) == (2, "")
+
+
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_loses_no_report(library):
     command = f"{sys.executable} -m piecegraph explain --output /no/where 2>/dev/full"
     assert subprocess.run(["sh", "-c", command]).returncode == 2

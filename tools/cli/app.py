@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import sys
@@ -46,7 +47,9 @@ def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     of standard output is gone. A standard error that cannot be written is ignored.
     """
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    with redirect_stderr(cast(TextIO, _BestEffort(sys.stderr))):
+    with redirect_stderr(cast(TextIO, _BestEffort(sys.stderr or io.StringIO()))):
+        if sys.stdout is None:  # its number may be that of any file
+            return _fail("standard output cannot be written: it is closed", BAD_VALUE)
         try:
             status = _run(app, given)
             sys.stdout.flush()
