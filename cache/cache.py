@@ -59,8 +59,12 @@ class Cache:
         shared: Sequence[CacheLayer] = (),
         limits: Limits | None = None,
         off_reason: str = "",
+        sign: Callable[[Manifest], str] | None = None,
     ) -> None:
         """Without `root`, only `shared`; a layer is a directory that was opened before.
+
+        What is published has the signature that `sign` gives, in the private directory, too: what
+        an epoch withdraws from servers is not signed again from there.
 
         Removes temporary files of dead processes. `off_reason` says why there are no layers, or
         none that can be written. Raises UntrustedDirectory or CacheNotWritable.
@@ -71,6 +75,7 @@ class Cache:
         )
         self._events = events
         self._off_reason = off_reason
+        self._sign = sign
         self.absent = Miss("absent") if self.layers else Miss("disabled", off_reason)
         """What a lookup gives where nothing is found."""
         self._limits = limits or Limits()
@@ -235,7 +240,7 @@ class Cache:
             manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader decodes it
         except (BadManifest, TypeError, ValueError) as error:
             raise InvalidEntry(entry=_label(kind, key), reason=error) from error
-        entry = Entry(manifest, contents, "published")
+        entry = Entry(manifest, contents, "published", self._sign and self._sign(manifest))
         return replace(entry, unstored=self.store(entry))
 
     def store(self, entry: Entry) -> tuple[str, ...]:

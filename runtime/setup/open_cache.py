@@ -61,7 +61,8 @@ def open_cache(config: Config, events: Events) -> Cache:
         name = "cache.unusable" if private is None else "cache.read_only"
         events.emit(name, level=logging.WARNING, reason=str(error))
         reason = f"{root}: {error.facts['reason']}"
-    return Cache(private, events, shared=shared, limits=limits, off_reason=reason)
+    sign = signer.sign if signer else None
+    return Cache(private, events, shared=shared, limits=limits, off_reason=reason, sign=sign)
 
 
 def cache_root(config: Config) -> Path | None:

@@ -194,6 +194,26 @@ def test_builder_signs_again_in_the_next_epoch(layer, key, trusted, root, signer
     assert isinstance(looked_up(layer, key, only_later), Entry)
 
 
+def test_builder_does_not_sign_again_what_it_has_withdrawn(tmp_path, key, root, signer):
+    """Its own directory has the bad build, too, which no server may get in the next epoch."""
+
+    def builder(signer):
+        keys = TrustedKeys({signer.public.id: signer.public})
+        url = f"file://{tmp_path}/layer"
+        shared = [RemoteLayer(url, keys.refuses, write_back=True, signer=signer)]
+        private = private_directory(root, trust=keys.revokes)
+        return Cache(private, Events(), shared=shared, sign=signer.sign), keys
+
+    builder(signer)[0].publish("artifact", key, META, BLOBS)
+    assert isinstance(builder(signer)[0].lookup("artifact", key), Entry)
+    cache, trusted = builder(signer.next_epoch())
+    assert "it was signed in epoch 1" in cache.lookup("artifact", key).detail
+    assert not isinstance(looked_up(tmp_path / "layer", key, trusted), Entry)
+    cache.publish("artifact", key, META, {"code.py": b"a good build"})
+    assert isinstance(builder(signer.next_epoch())[0].lookup("artifact", key), Entry)
+    assert isinstance(looked_up(tmp_path / "layer", key, trusted), Entry)
+
+
 def test_server_that_writes_back_passes_the_signature_on(layer, key, trusted, root, tmp_path):
     mirror = RemoteLayer(f"file://{tmp_path}/mirror", trusted.refuses, write_back=True)
     Cache(root, Events(), shared=[DirectoryLayer(layer, trusted.refuses)]).lookup("artifact", key)

@@ -61,7 +61,7 @@ def test_url_is_written_back_signed_and_read_by_another_machine(tmp_path, monkey
     writer = Config(
         cache_dir=tmp_path / "one", cache={"layers": ({"at": url, "write_back": True},)}
     )
-    open_cache(writer, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
+    assert open_cache(writer, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"}).signature
     monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE")
     monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", str(tmp_path / "key.pub"))
     assert found(cache_dir=tmp_path / "two", cache={"layers": (url,)}).layer == f"remote:{url}"
