@@ -107,13 +107,13 @@ class CheckedOps(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if not is_custom(func):
+        if not is_custom(func) or is_distributed(func):
             return func(*args, **given)
         told = None
         with suppress(Exception), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = tree_map_only(Tensor, mode.from_tensor, (args, given))
             told = tensors_in(func(*fakes[0], **fakes[1]))  # a form that depends on data is none
-        before = [] if is_distributed(func) else _unwritten(func, args, given)
+        before = _unwritten(func, args, given)
         result, op = func(*args, **given), op_name(func)
         for one, other in zip(tensors_in(result), told or (), strict=told is not None):
             dims, strides = list(other.shape), list(other.stride())
