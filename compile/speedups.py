@@ -40,13 +40,17 @@ def capture(
 
 @contextmanager
 def generating_code() -> Iterator[Callable[[], None]]:
-    """Generate code inside; gives what waits for its kernels, which are built meanwhile."""
+    """Generate code inside, without keys that nobody reads.
+
+    Gives what waits for the kernels of the code: they are built meanwhile.
+    """
     if not are_on():
         yield lambda: None
         return
+    from ..torch_compat.faster.cache_keys import short_cache_keys
     from ..torch_compat.faster.later_kernels import later_kernels
 
-    with later_kernels() as wait_for_kernels:
+    with short_cache_keys(), later_kernels() as wait_for_kernels:
         yield wait_for_kernels
 
 

@@ -198,12 +198,10 @@ class DummyBatches:
         layers = {f"layers[{name!r}]": each for name, each in self.context.layers.items()}
 
         model, plan = code.compiled.model, code.compiled.plan
-        # the first run is looked at for what it sets up
-        checked = CheckedOps(foreign_ops(plan)) if code.compiled.traced else nullcontext()
-        around: list[AbstractContextManager[Any]] = [checked, nullcontext()]
+        ops = CheckedOps(foreign_ops(plan)) if code.compiled.traced else nullcontext()
 
         def run() -> None:
-            with around.pop():
+            with ops:
                 code.call(*views)
             metadata.restore()  # each step has its own
 

@@ -7,8 +7,10 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +176,66 @@ def test_headers_used_longest_ago_are_removed_when_one_is_made(tmp_path, made_he
     with toolchain.precompiled_headers_in(tmp_path):
         precompile("newest.h")
     assert headers_in(directory) == {"old.h.gch", "newest.h.gch"}
+
+
+@pytest.fixture
+def asks(tmp_path, monkeypatch):
+    """Precompiles a header as Inductor does; says how often it was asked for by the text."""
+    from torch._inductor import codecache, cpp_builder
+
+    part, made = tmp_path / "part.h", tmp_path / "precompiled_headers" / "one.h"
+    part.write_text("int one;")
+    os.utime(part, (0, 1000))
+    made.parent.mkdir()
+    made.write_text(f'#include "{part}"')
+    asked = []
+
+    def precompile(header, command):
+        asked.append(header)
+        cpp_builder.run_compile_cmd(f"g++ -x c++-header {made} -o {made}.gch", ".")
+        return str(made)
+
+    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", precompile)
+
+    def ask(command="g++"):
+        asked.clear()
+        with toolchain.precompiled_headers_in(tmp_path):
+            codecache._precompile_header("one.h", command)
+        return len(asked)
+
+    return SimpleNamespace(ask=ask, part=part, folder=made.parent)
+
+
+def test_a_header_is_found_by_the_files_that_it_was_made_of(asks):
+    assert [asks.ask(), asks.ask(), asks.ask()] == [1, 0, 0]
+    assert [asks.ask("g++ -O3"), asks.ask("g++ -O3"), asks.ask()] == [1, 0, 0]
+    asks.part.write_text("int two;")
+    os.utime(asks.part, (0, 1001))
+    assert [asks.ask(), asks.ask()] == [1, 0]
+    asks.part.write_text("int three;")
+    os.utime(asks.part, (0, 1001))
+    assert [asks.ask(), asks.ask()] == [1, 0]
+
+
+def test_a_file_that_changes_while_its_header_is_made_is_read_again(asks):
+    os.utime(asks.part, (0, time.time() + 60))
+    assert [asks.ask(), asks.ask()] == [1, 1]
+
+
+@pytest.mark.parametrize("lost", ["*.gch", "*.gch.files"])
+def test_a_header_that_was_removed_is_made_again(asks, lost):
+    asks.ask()
+    for file in asks.folder.glob(lost):
+        file.unlink()
+    assert [asks.ask(), asks.ask()] == ([1, 0] if lost == "*.gch" else [0, 0])
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1, 2]", b"half", b'["x", {"/": 1}]'])
+def test_a_damaged_list_of_files_is_written_again(asks, content):
+    asks.ask()
+    (known,) = asks.folder.glob("*.made-of")
+    known.write_bytes(content)
+    assert [asks.ask(), asks.ask()] == [1, 0]
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import os
 import re
 import shlex
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -127,6 +130,10 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
     uses without checking the owner. Each installed torch and set of options has its own, of 150 MB:
     when one is made, those that no process has used for longest are removed. Where one is missing,
     the compiler reads the plain header.
+
+    Inductor preprocesses the header in each process to find the one that was made of equal text,
+    which takes 0.1 of 5 s of a cold start. It is found by the files that were read, while each has
+    the size and the time of its last change that it had.
     """
     with preserve_cache_variables():
         from torch._inductor import codecache
@@ -135,11 +142,19 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         yield
         return
     directory = toolchain / "precompiled_headers"
-    build = _builder(inspect.unwrap(codecache._precompile_header), directory)
+    here = {"_HEADER_DIR": str(directory), "_HEADER_LOCK_DIR": f"{directory}/locks"}
+    original = inspect.unwrap(codecache._precompile_header)
+    # torch's own cache has headers that were made in other directories
+    build = functools.cache(with_globals(original, vars(codecache) | here))
 
     def precompile(header: str, *command: Any, **options: Any) -> str:
-        before = set(directory.glob("*.gch"))
-        plain = str(build(header, *command, **options))
+        # the options are in the command
+        asked = f"{header} {command}".encode() + compiler_version()
+        name = f"{hashlib.sha256(asked).hexdigest()}.made-of"
+        before, began = set(directory.glob("*.gch")), time.time_ns()
+        if (plain := _header_of_files(directory / name)) is None:
+            plain = str(build(header, *command, **options))
+            _publish(directory, name, _files_of_header(plain, began))
         made = Path(f"{plain}.gch")
         with suppress(OSError):  # another process has removed it
             os.utime(made)
@@ -151,12 +166,28 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _builder(original: Any, directory: Path) -> Any:
-    """Inductor's function in `directory`, with what it has found there in this process: torch's own
-    cache has headers that were made in other directories."""
-    here = {"_HEADER_DIR": str(directory), "_HEADER_LOCK_DIR": f"{directory}/locks"}
-    return functools.cache(with_globals(original, original.__globals__ | here))
+def _files_of_header(plain: str, before_ns: int) -> bytes:
+    """A header and what it was made of, in JSON; nothing if a file may have changed since."""
+    with suppress(OSError, ValueError):
+        read = Path(f"{plain}.gch.files").read_text().replace("\\\n", " ").split()[1:]
+        files = {file: _version(file) for file in read if file != plain}
+        if files and all(changed < before_ns for _, changed in files.values()):
+            return json.dumps([plain, files]).encode()
+    return b""
+
+
+def _header_of_files(known: Path) -> str | None:
+    """The header that was made of files which are as they were then."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # others may write there
+        plain, files = json.loads(known.read_bytes())
+        if all([*_version(file)] == version for file, version in files.items()):
+            return str(plain) if os.path.exists(f"{plain}.gch") else None
+    return None
+
+
+def _version(file: str) -> tuple[int, int]:
+    facts = os.stat(file)
+    return facts.st_size, facts.st_mtime_ns
 
 
 @contextmanager
@@ -174,7 +205,10 @@ def _complete_headers() -> Iterator[None]:
         output = words[words.index("-o") + 1] if "-o" in words else ""
         if output.endswith(".gch"):
             part = f"{output}.{os.getpid()}"
+            words[1:1] = ["-MD", "-MF", f"{part}.files"]
             original(shlex.join([part if word == output else word for word in words]), cwd)
+            with suppress(FileNotFoundError):
+                os.replace(f"{part}.files", f"{output}.files")
             os.replace(part, output)
         else:
             original(command, cwd)
