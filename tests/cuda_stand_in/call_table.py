@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 
 import piecegraph as pg
-from piecegraph.runtime.capture import first_use
+from piecegraph.compile.plan import result_forms
+from piecegraph.runtime.core.preserved import SavedMemory
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
@@ -147,7 +148,9 @@ def table() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 if __name__ == "__main__":
     torch.cuda.init()
-    first_use.SMALL = 0  # values of the KV cache are arbitrary, too
+    # nothing compares values: those of the KV cache and of arguments are arbitrary, too
+    SavedMemory.changed = lambda self, now: [torch.zeros(1)] * len(self.values())
+    result_forms._MOST_BYTES = 0
     version = torch.__version__.partition("+")[0]
     for title, counts in table():
         print("|", *(f"{cell} |" for cell in (version, title, *counts)), flush=True)
