@@ -24,7 +24,6 @@ from ...torch_compat.basics.tensors import (
     is_wrapper_subclass,
     storage_id,
     tree_map_only,
-    writes_counted,
 )
 from ..ir.locations import op_line
 from ..ir.ops import is_custom, tensors_in, written_by
@@ -42,7 +41,7 @@ _COMMENT = re.compile("#.*")
 """Of a piece: the user's line, which may call operators of other pieces, too."""
 
 _MOST_BYTES = 16 << 20
-"""Of an argument whose content is compared; of a larger one, what torch counts."""
+"""Of an argument whose content is compared."""
 
 
 def checked_link(compiled: CompiledModel, hooks: Hooks | None = None) -> StepFn:
@@ -118,7 +117,7 @@ class CheckedOps(LightDispatchMode):
         for one, other in zip(tensors_in(result), told or (), strict=told is not None):
             dims, strides = list(other.shape), list(other.stride())
             _compare(op, one, dtype_name(other.dtype), dims, strides)
-        if any(not _is(_content(tensor), content) for tensor, content in before):
+        if not all(torch.equal(_bits(tensor), bits) for tensor, bits in before):
             raise _refused(op, "wrote to an argument", "its schema does not say so")
         if op in self._inside and not any(each.alias_info for each in func._schema.returns):
             places = [storage_id(tensor) for tensor in tensors_in((args, given)) if tensor.numel()]
@@ -129,24 +128,17 @@ class CheckedOps(LightDispatchMode):
         return result
 
 
-def _unwritten(func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Any]]:
+def _unwritten(func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Tensor]]:
     """The arguments that the schema does not name as written, and what they hold."""
     written = {storage_id(tensor) for tensor in written_by(func, args, kwargs)}
     tensors = [t for t in tensors_in((args, kwargs)) if t.layout is torch.strided]
-    plain = [tensor for tensor in tensors if not is_wrapper_subclass(tensor)]
-    return [(t, _content(t)) for t in plain if storage_id(t) not in written]
+    plain = [t for t in tensors if not is_wrapper_subclass(t) and t.nbytes <= _MOST_BYTES]
+    return [(t, _bits(t)) for t in plain if storage_id(t) not in written]
 
 
-def _content(tensor: Tensor) -> Any:
-    """The bits of a tensor; of a large one how often it was written to, where torch counts that."""
-    if tensor.nbytes > _MOST_BYTES:
-        return None if tensor.is_inference() else writes_counted(tensor)
+def _bits(tensor: Tensor) -> Tensor:
     copy = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
     return copy.view(-1).view(torch.uint8)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 def _compare(op: str, result: Any, dtype: str, dims: Any, strides: Any) -> None:

@@ -3,12 +3,13 @@ writes what its schema does not say, is an error by name, in every mode."""
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, prepare
+from piecegraph import Batch, Events, prepare
 from piecegraph.compile.plan.result_forms import checked_link
 from piecegraph.errors import AllCapturesFailed, ResultNotAsTraced
 
@@ -72,6 +73,17 @@ def test_pytorch_182328_a_splitting_op_is_held_to_its_fake_kernel(monkeypatch, m
         assert fake in str(caught.value)
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_each_capture_compares_what_splitting_ops_return(monkeypatch, mode):
+    """Not only the first one of a kind, whose ops are all looked at."""
+    monkeypatch.setitem(OP, "op", LIES["one size"][0])
+    events = Events()
+    prepare(Model(), config(mode, capture_sizes=(3, 6)), events=events).capture()
+    (failed,) = (event.facts for event in events.events if event.name == "capture.failed")
+    assert failed["num_tokens"] == 3
+    assert "float64[3, 4]" in failed["reason"]
+
+
 def test_what_is_as_told_serves(monkeypatch):
     """A dimension of one element has any stride."""
     monkeypatch.setitem(OP, "op", lambda x: x.t().contiguous().t())
@@ -103,6 +115,16 @@ def test_a_splitting_op_is_held_to_what_its_schema_says_of_writes(monkeypatch, m
     step = partial(prepared, torch.rand(3, 4), batch=Batch(3, 3))
     with pytest.raises((ResultNotAsTraced, AllCapturesFailed), match="wrote to an argument"):
         (step if mode == "NONE" else prepared.capture)()
+
+
+def test_a_cache_that_an_op_reaches_by_name_may_be_of_any_size(monkeypatch):
+    """Of one above 64 KiB writes are compared that torch counts, but not below a mode."""
+    layer = SimpleNamespace(cache=torch.zeros(1 << 15))
+    monkeypatch.setitem(OP, "op", lambda x: x.clone() + 0 * layer.cache.add_(1)[0])
+    prepared = prepare(Model(), config("PIECEWISE"), layers={"attention": layer})
+    prepared.capture()
+    x = torch.rand(3, 4)
+    assert torch.equal(prepared(x, batch=Batch(3, 3)), x * 2 + 2)
 
 
 def test_a_splitting_op_may_return_its_argument(monkeypatch):
