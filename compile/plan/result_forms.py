@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ResultNotAsTraced
-from ...torch_compat.basics.ops import fake_function, is_distributed, op_name
+from ...torch_compat.basics.ops import fake_function, is_distributed, op_name, returns_new_memory
 from ...torch_compat.basics.tensors import (
     FakeTensorMode,
     LightDispatchMode,
@@ -119,7 +119,7 @@ class CheckedOps(LightDispatchMode):
             _compare(op, one, dtype_name(other.dtype), dims, strides)
         if not all(torch.equal(_bits(tensor), bits) for tensor, bits in before):
             raise _refused(op, "wrote to an argument", "its schema does not say so")
-        if op in self._inside and not any(each.alias_info for each in func._schema.returns):
+        if op in self._inside and returns_new_memory(func):
             places = [storage_id(tensor) for tensor in tensors_in((args, given)) if tensor.numel()]
             for one in tensors_in(result):
                 if one.numel() and {storage_id(one), one.data_ptr()}.intersection(places):

@@ -46,6 +46,13 @@ def test_collectives_are_known():
     assert not ops.is_collective(torch.ops._c10d_functional.wait_tensor.default)
     assert not ops.is_collective(torch.ops.aten.add.Tensor)
     assert not ops.is_collective(torch.ops.higher_order.cond)
+    assert ops.is_distributed(torch.ops._c10d_functional.wait_tensor.default)
+    assert not ops.is_distributed(torch.ops.aten.add.Tensor)
+
+
+def test_results_that_alias_arguments_are_known():
+    assert ops.returns_new_memory(torch.ops.aten.add.Tensor)
+    assert not ops.returns_new_memory(torch.ops.aten.view.default)
 
 
 def test_fake_implementations_are_found_however_they_were_registered():

@@ -132,6 +132,11 @@ def hides_writes(name: str) -> bool:
     return isinstance(packet, OpOverloadPacket) and any(map(_hidden_writes, overloads(packet)))
 
 
+def returns_new_memory(op: OpOverload) -> bool:
+    """Whether its schema says so of each result."""
+    return not any(each.alias_info for each in op._schema.returns)
+
+
 def returns_nothing(op: OpOverload) -> bool:
     """Whether the schema of `op` says that it has no result, as that of an assertion."""
     return not op._schema.returns

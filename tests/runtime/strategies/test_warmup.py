@@ -82,7 +82,7 @@ def test_every_range_is_run_without_a_graph(make):
         stitched(*inputs),
     )[1]
     served.prepared.warm_up(None, skip=["capture"])
-    assert sizes == [2048] * 3 + [1]  # the first batch runs twice more, see `first_use`
+    assert sizes == [2048] * 4 + [1]  # the first batch runs three times more, see `dummy_batch`
 
 
 def test_the_random_state_is_as_before(make):
