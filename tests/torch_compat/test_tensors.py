@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -301,6 +302,48 @@ def test_modes_run_operators_of_higher_order_and_see_them_or_what_they_call():
             total, _ = torch.ops.higher_order.scan(add, [x[0]], [x[1:]], ())
         assert {*mode.names} & {"scan", "aten::add.Tensor", "aten::mul.Tensor"} == expected
         assert torch.equal(total, x[0] + x[1] + x[2])
+
+
+class Counted(Seen):
+    @classmethod
+    def ignore_compile_internals(cls):
+        """Regions run compiled."""
+        return True
+
+
+def test_modes_of_threads_that_overlap_make_no_region_compile_again(
+    monkeypatch,
+):
+    flag = "_is_in_any_mode_without_ignore_compile_internals"
+    monkeypatch.setattr(torch.utils._python_dispatch, flag, False)  # and is restored afterwards
+    compiled, ran = [], []
+
+    def backend(graph, inputs):
+        def run(*args):
+            ran.append(args)
+            return graph(*args)
+
+        compiled.append(graph)
+        return run
+
+    region = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    other, own = Dispatch(), Counted()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(other.__enter__).result()
+        own.__enter__()
+        thread.submit(other.__exit__, None, None, None).result()
+        own.__exit__(None, None, None)
+    for _ in range(3):
+        with Counted(), Counted():
+            region(torch.rand(4))
+            with Counted():
+                pass
+            region(torch.rand(4))
+    assert len(compiled) == 1
+    assert len(ran) == 6
+    with Seen():  # runs it as it is written
+        region(torch.rand(4))
+    assert len(ran) == 6
 
 
 class Dispatch(TorchDispatchMode):

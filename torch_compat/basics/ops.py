@@ -74,8 +74,10 @@ def schemas(op: Any) -> list[str]:
 COLLECTIVES = "c10d"
 """The namespace of the ops of `torch.distributed`, which return before they have ended."""
 
+_FUNCTIONAL = "_c10d_functional"
+"""The namespace of those that return a tensor to wait for."""
 
-_MEETINGS = frozenset({COLLECTIVES, "_c10d_functional", "_dtensor", "symm_mem"})
+_MEETINGS = frozenset({COLLECTIVES, _FUNCTIONAL, "_dtensor", "symm_mem"})
 
 
 def is_distributed(op: Any) -> bool:
@@ -90,7 +92,7 @@ def is_collective(op: Any) -> bool:
 
 def returns_early(op: OpOverload) -> bool:
     """Whether it is a collective that may not have ended when it returns, see `awaited`."""
-    functional = op.namespace == "_c10d_functional" and is_collective(op)
+    functional = op.namespace == _FUNCTIONAL and is_collective(op)
     return op.namespace == COLLECTIVES or functional
 
 
@@ -102,7 +104,7 @@ def awaited(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         (result[-1] if isinstance(result, tuple) else result).wait()
     else:
         for tensor in result if isinstance(result, list) else [result]:
-            torch.ops._c10d_functional.wait_tensor(tensor)
+            getattr(torch.ops, _FUNCTIONAL).wait_tensor(tensor)
     return result
 
 

@@ -15,7 +15,10 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo.guards import (
+    TensorGuards,
+    set_is_in_mode_without_ignore_compile_internals,
+)
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_value_type
 from torch._subclasses.fake_tensor import (
@@ -464,8 +467,26 @@ class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
         self._thread = get_ident()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        _tell_guards()
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _tell_guards()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def _tell_guards() -> None:
+    """Tell Dynamo's guards in this thread whether a mode of this thread keeps them from passing.
+
+    Torch keeps that in a variable of the process, which is wrong for good once two threads have
+    left their modes in the order in which they entered them: each call of a compiled region that
+    runs compiled under a mode would compile it again.
+    """
+    set_is_in_mode_without_ignore_compile_internals(
+        not all(mode.ignore_compile_internals() for mode in _dispatch_modes())
+    )

@@ -220,11 +220,12 @@ def test_an_op_in_a_piece_may_keep_the_memory_of_its_result(temporary_op, compil
             kept[0] = torch.empty_like(x)
         return torch.mul(x, 2, out=kept[0])
 
-    temporary_op("faithful_tests::into_kept", "(Tensor x) -> Tensor", into_kept, torch.empty_like)
+    name = f"into_kept_{compiler}"
+    temporary_op(f"faithful_tests::{name}", "(Tensor x) -> Tensor", into_kept, torch.empty_like)
 
     class Keeping(nn.Module):
         def forward(self, x):
-            return torch.ops.faithful_tests.into_kept(x + 1) + 1
+            return getattr(torch.ops.faithful_tests, name)(x + 1) + 1
 
     prepared = prepare(
         Keeping(), small_config(capture_sizes=(2, 4), compiler=compiler), backend=ReplayBackend()
