@@ -208,7 +208,7 @@ class TensorTracker(LightDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
