@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from piecegraph import Batch, Config, Dispatcher, Events, PreparedModel
+from piecegraph import Batch, Config, Dispatcher, Events, PreparedModel, prepare
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
@@ -67,10 +68,37 @@ def small_config(most=8, **settings):
     )
 
 
+class Computes(nn.Module):
+    """A model whose forward is the function `fn` of its input."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
 def strict_backend(**options):
     """A replay backend with all checks on."""
     loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
     return ReplayBackend(ReplayOptions(**{**loud, **options}))
+
+
+def captured(model, most=8, backend=None, layers=None, metadata_for=None, **settings):
+    """The model with its graphs, on a strict backend unless another is given."""
+    config, backend = small_config(most, **settings), backend or strict_backend()
+    prepared = prepare(model, config, backend=backend, layers=layers)
+    prepared.capture(metadata_for)
+    return prepared
+
+
+def right_step(prepared, model, *inputs, batch=None):
+    """One step, whose results must be the model's; the name of its mode."""
+    size = len(inputs[0])
+    decision = prepared.dispatch(batch or Batch(size, size))
+    torch.testing.assert_close(prepared.run(decision, *inputs), model(*inputs))
+    return decision.mode.name
 
 
 def prepare_on_replay(compiled, config, mode, sizes, layers, options, input_buffers=None):
@@ -92,12 +120,15 @@ def prepare_on_replay(compiled, config, mode, sizes, layers, options, input_buff
     return assemble(core, Beginning(compiled))
 
 
+def compiled_by(config, model):
+    device, cache = torch.device("cpu"), Cache(None, Events())
+    return compile_model(CompileRequest(model, compile_config(config), cache, Events(), device))
+
+
 def compile_once(model, **settings):
     """A model that is traced but not compiled; tests bind and prepare it as often as they like."""
     config = Config(compiler="eager", cache=False, **settings)
-    device, cache = torch.device("cpu"), Cache(None, Events())
-    request = CompileRequest(model, compile_config(config), cache, Events(), device)
-    return config, compile_model(request)
+    return config, compiled_by(config, model)
 
 
 @dataclass
@@ -106,6 +137,10 @@ class Served:
 
     prepared: PreparedModel
     expected: Callable[[torch.Tensor], torch.Tensor]
+
+    def capture(self, metadata_for=None):
+        self.prepared.capture(metadata_for)
+        return self
 
     def check(self, batch):
         """One step of random rows; the result must equal the plain model's bit for bit.

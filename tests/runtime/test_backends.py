@@ -15,8 +15,6 @@ from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, WorkAfterSeal
 from piecegraph.runtime.backends.protocol import Capture, Graph, GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.session import capture_session
 
 from .conftest import make_rig, small_config, strict_backend
 from .fake_device import FakeBackend
@@ -139,23 +137,6 @@ def test_a_model_from_the_first_capture_to_the_close(scene):
     prepared.close()
 
 
-def test_a_capture_executes_nothing_and_a_replay_does(scene):
-    x, total = scene.rand(3), torch.zeros(3, device=scene.device)
-
-    def fn(x):
-        total.add_(x)
-        return total * 2
-
-    recording = scene.record(fn, x)
-    before = total.clone()
-    assert torch.equal(before, x)  # of the warm-up run
-    recording.replay()
-    assert torch.equal(recording.outputs, (x + x) * 2)
-    x.fill_(1)
-    recording.replay()
-    assert torch.equal(total, before * 2 + 1)
-
-
 def test_memory_grows_with_graphs_and_is_given_back(scene):
     used = scene.backend.memory().used
     recordings = [scene.record(lambda x: x * 2, scene.rand(n)) for n in (1 << 18, 1 << 17)]
@@ -193,18 +174,6 @@ def test_a_failing_capture_leaves_a_backend_that_captures(scene):
     recording = scene.record(lambda x: x + 1, x)
     recording.replay()
     assert torch.equal(recording.outputs, x + 1)
-
-
-def test_a_session_makes_many_captures_into_one_pool(scene):
-    x = scene.rand(8)
-    with capture_session(scene.backend, scene.pool, scene.events) as session:
-        recordings = [
-            record(lambda x: x * 2, (x[:n],), session, name=str(n), breaks=False) for n in (8, 4)
-        ]
-        session.finalize()
-    for recording, n in zip(recordings, (8, 4), strict=True):
-        recording.replay()
-        assert torch.equal(recording.outputs, x[:n] * 2)
 
 
 def test_what_the_protocol_does_not_have_cannot_be_read():

@@ -98,25 +98,6 @@ def test_failure_34_the_pool_survives_a_failed_first_capture(rig):
     assert_serving(rig)
 
 
-def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig):
-    broken = []
-
-    @break_graph
-    def moody(x):
-        if broken:
-            raise ValueError("no such request")
-        return x + 1
-
-    x = rig.rand(3)
-    recording = rig.record(lambda x: moody(x * 2) * 3, x)
-    broken.append(True)
-    with pytest.raises(ValueError, match="no such request"):
-        recording.replay()
-    broken.clear()
-    recording.replay()
-    assert_close(recording.outputs, (x * 2 + 1) * 3)
-
-
 def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig):
     rig, raising = make_replay_rig(), break_graph(raises_in_the_capture())
     with pytest.raises(CaptureFailed) as caught:

@@ -23,28 +23,14 @@ def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig):
     assert rig.backend.counters["captures"] == 3
 
 
-def test_a_lazy_capture_goes_without_preparation(make_replay_rig):
-    rig = make_replay_rig()
-    collections = gc.get_stats()[2]["collections"]
-    with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
-        pass
-    assert rig.backend.counters["preparations"] == 0
-    assert gc.get_stats()[2]["collections"] == collections
-
-
-def test_garbage_is_not_collected_inside(rig):
-    with capture_session(rig.backend, rig.pool, rig.events):
-        assert not gc.isenabled()
-    assert gc.isenabled()
-
-
-def test_garbage_collection_that_was_off_stays_off(make_replay_rig):
-    rig = make_replay_rig()
-    gc.disable()
+@pytest.mark.parametrize("is_on", [True, False])
+def test_garbage_is_not_collected_inside_and_then_as_before(rig, is_on):
+    if not is_on:
+        gc.disable()
     try:
-        with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
-            pass
-        assert not gc.isenabled()
+        with capture_session(rig.backend, rig.pool, rig.events):
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_on
     finally:
         gc.enable()
 

@@ -15,19 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import (
-    Batch,
-    GraphMode,
-    PreparedModel,
-    get_forward_context,
-    prepare,
-)
+from piecegraph import Batch, GraphMode, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.torch_compat.basics.tensors import last_modes
 from tests.processes import in_a_thread
 
-from .conftest import compile_once, prepare_on_replay, small_config
+from .conftest import captured, compile_once, prepare_on_replay
 
 MAX_TOKENS, HIDDEN, SLOTS = 8, 4, 32
 GRAPH_MODES = [GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY]
@@ -108,15 +102,9 @@ def make_scene(compiled):
         model, kv = Model(), torch.rand(SLOTS, HIDDEN)
         ids = torch.arange(MAX_TOKENS)
         config, traced = compiled
-        prepared = prepare_on_replay(
-            replace(traced, model=model, conditions=None).rebound(),
-            config.changed(**settings or {}),
-            mode,
-            sizes,
-            {"kv": kv},
-            options,
-            {"ids": ids},
-        )
+        code = replace(traced, model=model, conditions=None).rebound()
+        given = config.changed(**settings or {}), mode, sizes, {"kv": kv}, options
+        prepared = prepare_on_replay(code, *given, input_buffers={"ids": ids})
         scenes.append(Scene(prepared, model, kv, ids))
         metadata = scenes[-1].metadata
         prepared.capture(lambda *facts: metadata)  # of slot 0
@@ -589,12 +577,8 @@ class Scaled(nn.Module):
 
 def test_an_early_rewrite_of_a_weight_is_named_without_a_trace():
     model = Scaled()
-    config = small_config(
-        4, inputs={"x": f"float32[num_tokens, {HIDDEN}]"}, capture_sizes=(4,), compile=False
-    )
-    options = ReplayOptions(delay=True, fail_on_early_writes=True)
-    prepared = prepare(model, config, backend=ReplayBackend(options))
-    prepared.capture()
+    backend = ReplayBackend(ReplayOptions(delay=True, fail_on_early_writes=True))
+    prepared = captured(model, 4, backend, capture_sizes=(4,), compile=False)
     result = prepared(torch.ones(4, HIDDEN), batch=Batch(4, 4))
     model.scale.fill_(2)
     with pytest.raises(RewrittenEarly, match="rewrote scale before"):
@@ -606,16 +590,13 @@ def test_an_early_rewrite_of_a_weight_is_named_without_a_trace():
 
 def test_a_step_in_flight_is_in_no_key_of_another_model(tmp_path):
     """What sees the host's reads stays entered until the work has run."""
-    config = small_config(
-        4, inputs={"input": f"float32[num_tokens, {HIDDEN}]"}, capture_sizes=(4,),
-        compiler="inductor", cache=True, cache_dir=str(tmp_path),
-    )  # fmt: skip
-    model = torch.nn.Linear(HIDDEN, HIDDEN)
-    delayed = prepare(model, config, backend=ReplayBackend(ReplayOptions(delay=True)))
-    delayed.capture()
+    model, backend = nn.Linear(HIDDEN, HIDDEN), ReplayBackend(ReplayOptions(delay=True))
+    inputs = {"input": f"float32[num_tokens, {HIDDEN}]"}
+    kept = {"compiler": "inductor", "cache": True, "cache_dir": str(tmp_path)}
+    delayed = captured(model, 4, backend, inputs=inputs, capture_sizes=(4,), **kept)
     result = delayed(torch.ones(4, HIDDEN), batch=Batch(4, 4))
     assert last_modes() != (None, None)
-    other = prepare(model, config, backend=ReplayBackend())
+    other = prepare(model, delayed.config, backend=ReplayBackend())
     assert other.report()["cache"]["hit"]
     other.close()
     result.sum().item()

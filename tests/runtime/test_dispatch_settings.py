@@ -39,11 +39,8 @@ def test_the_sizes_follow_the_alignment():
 
 def test_a_speculation_schedule_gives_tiers():
     schedule = (15,) * 16 + (1,) * 112
-    found = sizes(
-        variants={"speculation_schedule": schedule},
-        max_num_reqs=128,
-        attention={"support": "UNIFORM_BATCH"},
-    )
+    variants, attention = {"speculation_schedule": schedule}, {"support": "UNIFORM_BATCH"}
+    found = sizes(variants=variants, max_num_reqs=128, attention=attention)
     assert {16 * 16, 2 * 128} <= {*found[FULL]}
 
 
@@ -52,17 +49,15 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing():
     resolved = resolve_graph_mode(config)
     assert resolved.mode is GraphMode.PIECEWISE
     assert "attention.support is not set" in resolved.reasons[-1].why
-    with pytest.raises(
-        FullModeUnsupported, match=r"attention, for .* can never be .* no attention"
-    ):
+    never = r"attention, for .* can never be .* no attention"
+    with pytest.raises(FullModeUnsupported, match=never):
         config.changed(graph_mode="FULL")
     breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
     resolved = resolve_graph_mode(breakable)
     assert resolved.mode is GraphMode.PIECEWISE
     assert "of which neither splitting_ops nor attention.support says" in resolved.reasons[-1].why
-    with pytest.raises(
-        FullModeUnsupported, match="whether anything needs splitting.*no attention"
-    ) as caught:
+    unknown = "whether anything needs splitting.*no attention"
+    with pytest.raises(FullModeUnsupported, match=unknown) as caught:
         breakable.changed(graph_mode="FULL")
     assert "group" not in str(caught.value)
     (remark,) = [r for r in remarks_of(breakable) if isinstance(r, ModeLowered)]

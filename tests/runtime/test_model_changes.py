@@ -23,10 +23,11 @@ from piecegraph.errors import ModelChanged
 from piecegraph.runtime.parts.checks import model_check
 from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
 
+from .conftest import small_config
+
 pytestmark = pytest.mark.compile
 
 BATCH = pg.Batch(num_tokens=5, num_reqs=5)
-FULL = {"graph_mode": "FULL", "attention": {"support": pg.AttentionSupport.ALWAYS}}
 
 
 class Adapted(nn.Module):
@@ -192,11 +193,15 @@ def holding():
     DEFAULT.k = Held.of_class = 1.0
 
 
+def prepared_for(model, name="x", **settings):
+    inputs = {name: "float32[num_tokens, 8]"}
+    return pg.prepare(model, small_config(inputs=inputs, capture_sizes=(4, 8), **settings))
+
+
 @pytest.fixture
 def prepared(model):
-    settings = {"compiler": "eager", "cache": False, "inputs": {"x": "float32[num_tokens,8]"}}
     with torch.no_grad():
-        yield pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+        yield prepared_for(model)
 
 
 def step(prepared, x):
@@ -257,13 +262,8 @@ class Reading(nn.Module):
 
     def forward(self, x):
         largest = max([-1.0, 1.0], key=lambda value: SIGN * value)  # Dynamo does not trace it
-        return (
-            self.linear(x)
-            * largest
-            * self.options.gain
-            * FACTOR
-            * float(os.environ.get("OF_A_TEST", "1"))
-        )
+        factor = FACTOR * float(os.environ.get("OF_A_TEST", "1"))
+        return self.linear(x) * largest * self.options.gain * factor
 
 
 def double(self, x):
@@ -287,9 +287,8 @@ BEYOND_THE_MODEL = {
 @pytest.mark.parametrize("change", BEYOND_THE_MODEL)
 def test_a_refresh_checks_all_that_the_trace_relied_on(monkeypatch, change):
     """As the start of another process does that finds the bundle; a step has no time for it."""
-    settings = {"compiler": "eager", "cache": False, "inputs": {"x": "float32[num_tokens,8]"}}
     model, x = Reading().requires_grad_(False), torch.randn(5, 8)
-    prepared = pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+    prepared = prepared_for(model)
     prepared.capture()
     assert prepared.refresh() == ()
     make, text = BEYOND_THE_MODEL[change]
@@ -304,8 +303,7 @@ def test_a_refresh_checks_all_that_the_trace_relied_on(monkeypatch, change):
 
 @pytest.fixture
 def untraced(holding):
-    settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
-    return pg.prepare(holding, pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings))
+    return prepared_for(holding, compile=False)
 
 
 @pytest.mark.parametrize("change", UNTRACED)
@@ -362,11 +360,7 @@ class Counting(nn.Module):
 
 
 def test_what_a_forward_changes_itself_is_no_change():
-    settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
-    prepared = pg.prepare(
-        model := Counting(), pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings)
-    )
-    x = torch.randn(5, 8)
+    prepared, x = prepared_for(model := Counting(), compile=False), torch.randn(5, 8)
     with torch.no_grad():
         prepared.capture()
         torch.testing.assert_close(step(prepared, x), x * 2 + 1)
@@ -435,7 +429,6 @@ def test_adapters_of_peft_are_switched_and_merged_while_serving():
     adapted.add_adapter("second", peft.LoraConfig(**config))
     adapted.set_adapter("first")
     served = adapted.eval().requires_grad_(False).base_model.model
-    settings = {"compiler": "eager", "cache": False, "inputs": {"input": "float32[num_tokens,8]"}}
     x = torch.randn(5, 8)
 
     def serve_until_it_is_noticed():
@@ -444,7 +437,7 @@ def test_adapters_of_peft_are_switched_and_merged_while_serving():
         return str(noticed.value)
 
     def prepare_again():
-        prepared = pg.prepare(served, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+        prepared = prepared_for(served, "input")
         prepared.capture()
         torch.testing.assert_close(step(prepared, x), served(x))
         return prepared

@@ -67,36 +67,23 @@ def test_url_is_written_back_signed_and_read_by_another_machine(tmp_path, monkey
     assert found(cache_dir=tmp_path / "two", cache={"layers": (url,)}).layer == f"remote:{url}"
 
 
-def test_directory_that_cannot_be_created_is_an_event(tmp_path):
+@pytest.mark.parametrize("directory", ["file/cache", "a\0b", "cache in a folder that is gone"])
+def test_a_directory_that_cannot_be_is_an_event_and_why_there_is_no_entry(
+    tmp_path, monkeypatch, directory
+):
     (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder" if "gone" in directory else tmp_path)
+    (tmp_path / "folder").rmdir()
     events = Events()
-    cache = open_cache(Config(cache_dir=tmp_path / "file" / "cache"), events)
+    cache = open_cache(Config(cache_dir=directory), events)
     assert cache.private is None
-    assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
-
-
-def test_a_name_that_no_directory_can_have_is_an_event():
-    events = Events()
-    cache = open_cache(Config(cache_dir="a\0b"), events)
-    assert cache.private is None
-    assert events.named("cache.unusable")
-
-
-def test_a_relative_directory_in_a_folder_that_is_gone_is_an_event(tmp_path, monkeypatch):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert (
-        open_cache(Config(cache_dir="cache"), Events()).lookup("bundle", KEY).reason == "disabled"
-    )
-
-
-def test_reason_for_a_missing_cache_is_that_of_its_directory(tmp_path):
-    (tmp_path / "file").write_text("")
-    missed = found(cache_dir=tmp_path / "file" / "cache")
+    (event,) = events.named("cache.unusable")
+    missed = cache.lookup("bundle", KEY)
     assert missed.reason == "disabled"
-    assert "Not a directory" in missed.detail
+    if directory == "file/cache":
+        assert "Choose another directory" in event.facts["reason"]
+        assert "Not a directory" in missed.detail
 
 
 def test_directory_on_a_read_only_file_system_is_read(tmp_path):

@@ -6,6 +6,8 @@ from torch import nn
 from piecegraph import Config, compile_ahead, prepare
 from piecegraph.errors import InvalidSetting
 
+from .conftest import small_config
+
 
 class Model(nn.Module):
     def forward(self, x, unused):
@@ -35,13 +37,8 @@ def test_an_input_that_the_model_does_not_read_states_nothing():
 
 @pytest.mark.compile
 def test_the_report_lists_the_ranges_that_have_code_of_their_own():
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"},
-        codegen={"ranges": (8, 16), "sizes": (4,)},
-        max_num_tokens=32,
-        graph_mode="NONE",
-        compiler="eager",
-        cache=False,
-    )
+    inputs = {"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"}
+    codegen = {"ranges": (8, 16), "sizes": (4,)}
+    config = small_config(32, inputs=inputs, codegen=codegen, graph_mode="NONE")
     ranges = prepare(Model(), config).report()["pieces"]["ranges"]
     assert ranges == [[1, 3], [4, 4], [5, 8], [9, 16], [17, 32]]

@@ -13,14 +13,14 @@ from torch import nn
 
 from piecegraph import (
     Batch,
-    Config,
     ForwardContext,
+    GraphMode,
     forward_context,
     get_forward_context,
     prepare,
 )
 
-from .conftest import strict_backend
+from .conftest import small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -192,16 +192,10 @@ class Steps:
         self.wide = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
         self.facts = {
             "strategy": draw.choice(["eager", "delayed", "lazy"]),
-            "graph_mode": draw.choice(
-                ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
-            ),
-            "steps": {
-                "padding": {
-                    "ids": RESERVED,
-                    "x": draw.choice(["zero", "repeat", "keep", float("nan")]),
-                }
-            },
+            "graph_mode": draw.choice([str(mode) for mode in GraphMode]),
         }
+        padding = {"ids": RESERVED, "x": draw.choice(["zero", "repeat", "keep", float("nan")])}
+        self.facts["steps"] = {"padding": padding}
         self.what = f"{self.blocks} {self.facts}"
         read = "branch_free" in self.blocks
         buffers = {"wide": self.wide} if read and draw.random() < 0.5 else {}
@@ -213,21 +207,11 @@ class Steps:
         self.prepared.seal()
 
     def config(self):
-        return Config(
-            splitting_ops=tuple({OPS[name] for name in self.blocks if name in OPS}),
-            inputs={
-                "x": f"float32[num_tokens, {HIDDEN}]",
-                "ids": "int64[num_tokens]",
-                "wide": "int64[3, num_tokens]",
-            },
-            max_num_tokens=MAX_TOKENS,
-            max_num_reqs=MAX_TOKENS,
-            capture_sizes=(2, 5, 8),
-            attention={"support": "ALWAYS"},
-            compiler="eager",
-            cache=False,
-            **self.facts,
-        )
+        splits = tuple({OPS[name] for name in self.blocks if name in OPS})
+        inputs = {"x": f"float32[num_tokens, {HIDDEN}]", "ids": "int64[num_tokens]"}
+        inputs["wide"] = "int64[3, num_tokens]"
+        given = {"splitting_ops": splits, "inputs": inputs, "capture_sizes": (2, 5, 8)}
+        return small_config(MAX_TOKENS, **given, **self.facts)
 
     def step(self):
         decode = self.draw.random() < 0.5

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from piecegraph import Config, Events, prepare
+from piecegraph import Events, prepare
 from piecegraph.runtime.core.records import (
     KEPT,
     CaptureFailure,
@@ -14,23 +13,12 @@ from piecegraph.runtime.core.records import (
     Switched,
 )
 
-
-class Doubling(nn.Module):
-    def forward(self, x):
-        return x * 2
+from .conftest import Computes, small_config
 
 
 def prepared_with(events):
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        graph_mode="FULL",
-        compiler="eager",
-        capture_sizes=(1, 2),
-        max_num_reqs=2,
-        max_num_tokens=8,
-        cache=False,
-    )
-    return prepare(Doubling(), config, events=events)
+    config = small_config(capture_sizes=(1, 2)).changed(max_num_reqs=2)
+    return prepare(Computes(lambda x: x * 2), config, events=events)
 
 
 @pytest.fixture

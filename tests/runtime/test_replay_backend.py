@@ -118,21 +118,6 @@ def test_a_capture_does_not_execute():
     assert result.tolist() == [18, 16, 16]
 
 
-def test_python_runs_once_and_not_at_replay():
-    runs = []
-
-    def step(x):
-        runs.append(1)
-        return x + len(runs)
-
-    x = torch.zeros(2)
-    graph, result = capture(step, x)
-    graph.replay()
-    graph.replay()
-    assert len(runs) == 1
-    assert result.tolist() == [1, 1]
-
-
 def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library):
     runs = []
 
@@ -236,17 +221,6 @@ def test_a_host_read_fails_the_capture(read, make_replay_rig):
         make_replay_rig().record(lambda x: read(x * 2), torch.rand(3))
 
 
-def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig):
-    def careless(x):
-        try:
-            return x * x.sum().item()
-        except Exception:
-            return x * 2
-
-    with pytest.raises(CaptureFailed, match="on the host inside a captured region"):
-        make_replay_rig().record(careless, torch.rand(3))
-
-
 def test_an_opaque_piece_is_one_operation(make_replay_rig):
     piece = opaque_piece(lambda x: (x.exp().log() * 3, x.sum()))
     x = torch.rand(3)
@@ -296,18 +270,14 @@ def test_poison_is_not_a_number(dtype):
     assert tensor.to(torch.complex64).isnan().all()
 
 
-def test_poisoned_indices_are_out_of_every_range():
-    index = torch.zeros(3, dtype=torch.int64)
-    poison(index)
-    with pytest.raises(IndexError):
-        torch.rand(9)[index]
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
-def test_poison_differs_from_new_memory(dtype):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64])
+def test_poison_differs_from_new_memory_and_is_an_index_out_of_range(dtype):
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor.bool().all()
+    if dtype is torch.int64:
+        with pytest.raises(IndexError):
+            torch.rand(9)[tensor]
 
 
 def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig):

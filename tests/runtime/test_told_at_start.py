@@ -1,6 +1,7 @@
 """Wrong configurations of real users, each told at the start or in the first steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from piecegraph.tools.cli.app import main
 from tests.tables import tables_of
 
 from ..dispatch.test_dispatch_properties import plans
+from .conftest import Computes
 
 RIGHT = {
     "inputs": {"x": "float32[num_tokens, 4]"},
@@ -94,66 +96,43 @@ def test_numbers_are_shown_as_runs():
     assert shown(range(1, 40, 3)) == "1, 4, 7, 10, 13, …, 37"
 
 
+DECODE, UNSTATED = Batch(3, 3, is_decode=True, query_len=1), "does not state that a step decodes"
 FIRST_STEPS = {
-    "decode is never stated": ({}, [Batch(3, 3)], "does not state that a step decodes"),
-    "its query length is not stated": (
-        SPECULATIVE,
-        [Batch(8, 2, is_decode=True)],
-        "does not state that a step decodes",
-    ),
-    "adapters that no graph has": (
-        {},
-        [Batch(3, 3, is_decode=True, query_len=1, num_loras=2)],
-        "LoRA case missing",
-    ),
-    "steps above every size": (
-        {"capture_sizes": (1, 8)},
-        [Batch(20, 1)],
-        "above largest size",
-    ),
-    "prefills among stated decodes": (
-        {},
-        [Batch(3, 3, is_decode=True, query_len=1), Batch(1, 1), Batch(9, 2)],
-        None,
-    ),
+    "decode is never stated": ({}, [Batch(3, 3)], UNSTATED),
+    "its query length is not stated": (SPECULATIVE, [Batch(8, 2, is_decode=True)], UNSTATED),
+    "adapters that no graph has": ({}, [replace(DECODE, num_loras=2)], "LoRA case missing"),
+    "steps above every size": ({"capture_sizes": (1, 8)}, [Batch(20, 1)], "above largest size"),
+    "prefills among stated decodes": ({}, [DECODE, Batch(1, 1), Batch(9, 2)], None),
 }
 
 
-class Told(torch.nn.Module):
-    def forward(self, x):
-        return torch.ops.told.attention(x * 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _op():
-    library = torch.library.Library("told", "FRAGMENT")
-    library.define("attention(Tensor x) -> Tensor")
-    torch.library.register_fake("told::attention", torch.empty_like, lib=library)
-    library.impl("attention", lambda x: x + 1, "CompositeExplicitAutograd")
-    return library
+@pytest.fixture(scope="module")
+def told(temporary_op):
+    temporary_op("told::attention", "(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like)
+    return Computes(lambda x: torch.ops.told.attention(x * 2))
 
 
 @pytest.mark.compile
-def test_first_steps_say_what_the_engine_does_not_state():
+def test_first_steps_say_what_the_engine_does_not_state(told):
     for name, (settings, batches, reason) in FIRST_STEPS.items():
-        prepared = prepare(Told(), Config(**(RIGHT | settings)))
+        prepared = prepare(told, Config(**(RIGHT | settings)))
         prepared.capture(lambda descriptor, mode: None)
         for _ in range(MOST):
             for batch in batches:
                 prepared.dispatch(batch)
-        told = prepared.records.of(StepsMissed)
-        assert len(told) == (reason is not None), name
-        assert reason is None or (reason in told[0].what and told[0].todo), name
+        missed = prepared.records.of(StepsMissed)
+        assert len(missed) == (reason is not None), name
+        assert reason is None or (reason in missed[0].what and missed[0].todo), name
         assert not prepared._core.steps.decided, "steps are looked at for ever"
         prepared.close()
 
 
 @pytest.mark.compile
-def test_capture_that_is_never_called_is_told_and_reported():
+def test_capture_that_is_never_called_is_told_and_reported(told):
     wrong = WRONG["sizes in requests"]
-    prepared = prepare(Told(), Config(**(RIGHT | wrong["settings"])))
+    prepared = prepare(told, Config(**(RIGHT | wrong["settings"])))
     for _ in range(20):
-        prepared(torch.ones(3, 4), batch=Batch(3, 3, is_decode=True, query_len=1))
+        prepared(torch.ones(3, 4), batch=DECODE)
     report = prepared.report()["remarks"]
     assert [row["what"] for row in report["uncovered"]] == [wrong["what"]]
     assert "not captured yet" in report["steps"][0]["what"]

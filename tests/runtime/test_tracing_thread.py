@@ -36,6 +36,14 @@ def step():
     test.go_on.set()
 
 
+def ended(*thread):
+    """A thread of these arguments that has ended."""
+    thread = TracingThread(*thread)
+    thread.start()
+    assert thread.join(300)
+    return thread
+
+
 def test_what_was_replaced_is_put_back(step):
     """Between two checkpoints nothing ends the work, wherever it is."""
     before, after = sys.getswitchinterval(), list[str]()
@@ -82,9 +90,7 @@ def test_what_cannot_begin_has_failed(monkeypatch):
         raise KeyError("torch._dynamo")
 
     monkeypatch.setattr(tracing_thread, "unseen_by_other_threads", fail)
-    thread = TracingThread("test", lambda: "", str)
-    thread.start()
-    assert thread.join(300)
+    thread = ended("test", lambda: "", str)
     assert thread.is_over() == (True, False)
     assert thread.failure == "'torch._dynamo'"
 

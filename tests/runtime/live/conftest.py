@@ -15,26 +15,22 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from piecegraph import (
     Batch,
     Config,
-    Events,
     ForwardContext,
     GraphMode,
     forward_context,
     get_forward_context,
     prepare,
 )
-from piecegraph.cache import Cache
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
-from piecegraph.compile.ir.compilation import CompileRequest
-from piecegraph.compile.pipeline import compile_model
-from piecegraph.config import compile_config
 from piecegraph.runtime.parts.starts.tracing_thread import TracingThread
 
-from ..conftest import Served, compile_once, prepare_on_replay, strict_backend
+from ..conftest import Served, compile_once, compiled_by, prepare_on_replay, strict_backend
 from .hostile_engine import HostileEngine
 
 MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
@@ -102,6 +98,32 @@ class MixesRows(Model):
         return super().forward(x) + x.nan_to_num(7.0).sum(0)
 
 
+class Scaled(torch.Tensor):
+    """Numbers and a scale, as of a quantized weight; a result of any operator is a plain tensor."""
+
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def plain(value):
+            return value.numbers * value.scale if isinstance(value, cls) else value
+
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        return func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+
 @pytest.fixture(scope="session")
 def attend_op(temporary_op):
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
@@ -109,15 +131,26 @@ def attend_op(temporary_op):
 
 
 @pytest.fixture(scope="session")
+def mix_op(temporary_op):
+    def mix(x, out):
+        out.copy_(x.cumsum(0))
+
+    return temporary_op("live_tests::mix", "(Tensor x, Tensor(a!) out) -> ()", mix)
+
+
+DECODER = {
+    "splitting_ops": ("live_tests::attend",),
+    "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
+    "steps": {"padding": {"x": float("nan")}},
+    "max_num_tokens": MAX_TOKENS,
+    "max_num_reqs": MAX_TOKENS,
+}
+"""Settings of the model."""
+
+
+@pytest.fixture(scope="session")
 def compiled(attend_op):
-    return compile_once(
-        Model(),
-        splitting_ops=(attend_op,),
-        inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
-        steps={"padding": {"x": float("nan")}},
-        max_num_tokens=MAX_TOKENS,
-        max_num_reqs=MAX_TOKENS,
-    )
+    return compile_once(Model(), **DECODER)
 
 
 @dataclass
@@ -171,21 +204,10 @@ def serve(compiled):
         if config.compile:
             code = replace(traced, model=model, conditions=None).rebound()
         else:
-            device = torch.device("cpu")
-            cache, events = Cache(None, Events()), Events()
             with forward_context(ForwardContext({"stage": stage})):
-                code = compile_model(
-                    CompileRequest(model, compile_config(config), cache, events, device)
-                )
-        prepared = prepare_on_replay(
-            code,
-            config,
-            mode,
-            sizes,
-            {"stage": stage},
-            options or {},
-            input_buffers=input_buffers,
-        )
+                code = compiled_by(config, model)
+        given = {"stage": stage}, options or {}, input_buffers
+        prepared = prepare_on_replay(code, config, mode, sizes, *given)
         return live_served(prepared, model, stage)
 
     return serve
@@ -251,17 +273,9 @@ def prepare_live(attend_op, tmp_path, monkeypatch, hostile_engine):
     served = []
 
     def serve(model=None, ranks=None, replay=None, events=None, **settings):
-        config = Config(
-            splitting_ops=(attend_op,),
-            inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
-            steps={"padding": {"x": float("nan")}},
-            max_num_tokens=MAX_TOKENS,
-            max_num_reqs=MAX_TOKENS,
-            graph_mode="PIECEWISE",
-            capture_sizes=(2, 4, 8),
-            compiler="texts",
-            cache_dir=tmp_path / "cache",
-        ).changed(**settings)
+        graphs = {"graph_mode": "PIECEWISE", "capture_sizes": (2, 4, 8)}
+        config = Config(**DECODER, **graphs, compiler="texts", cache_dir=tmp_path / "cache")
+        config = config.changed(**settings)
         model, stage = model or Model(), Stage()
         backend = strict_backend(**(replay or {}))
         with nullcontext() if hostile_engine is None else hostile_engine.turn:
@@ -274,6 +288,16 @@ def prepare_live(attend_op, tmp_path, monkeypatch, hostile_engine):
     yield serve
     for prepared in served:
         prepared.close()
+
+
+@pytest.fixture
+def before_code(monkeypatch):
+    """`before_code(function)`: called in the thread before each piece is compiled."""
+
+    def set_it(function):
+        monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=function)])
+
+    return set_it
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from piecegraph import (
-    Batch,
-    Decision,
-    Events,
-    Ranks,
-    StepObserver,
-)
+from piecegraph import Batch, Events, Ranks
 from piecegraph.compile import ahead, pipeline
 from piecegraph.compile.ir import registered_compilers as registry
 from piecegraph.errors import GuardUnproved, ModelClosed
@@ -32,7 +25,10 @@ from piecegraph.runtime.parts.starts import part as starts
 from tests.processes import two_ranks
 from tests.unkept import UNKEPT, settings_that_keep_nothing
 
-from .conftest import HIDDEN, LENGTHS, Model, Texts
+from ..conftest import Computes
+from .conftest import HIDDEN, LENGTHS, Gained, Model, Texts
+
+pytestmark = pytest.mark.compile
 
 
 def facts(served):
@@ -46,15 +42,15 @@ def serve_until_over(served):
         time.sleep(0.003)  # requests that arrive one by one leave time for the thread
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "delayed"])
 def test_steps_are_right_before_and_after_the_switch(serve_cold, strategy):
-    served = serve_cold(strategy=strategy, steps={"after_seal": "raise"})
-    served.prepared.capture()
+    served = serve_cold(strategy=strategy, steps={"after_seal": "raise"}).capture()
     served.prepared.seal()
     kept = torch.zeros(1)
     served.prepared.watch("kept", kept)
+    served.prepared.keep_steps(1)
     assert served.step(3, 1) == "NONE 4"
+    assert [step.mode for step in served.prepared.last_steps()] == ["NONE"]
     assert not served.prepared.report()["cache"]["hit"]
     serve_until_over(served)
     modes = {served.step(*lengths) for lengths in LENGTHS * 3}
@@ -71,16 +67,14 @@ def test_steps_are_right_before_and_after_the_switch(serve_cold, strategy):
     assert serve_cold().prepared.compiled.from_bundle  # the next start is warm
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
 def test_the_switch_comes_between_steps_in_flight(serve_cold, strategy):
     replay = {"delay": True, "fail_on_early_writes": True}
-    served = serve_cold(strategy=strategy, replay=replay)
-    served.prepared.capture()
+    served = serve_cold(strategy=strategy, replay=replay).capture()
     steps = []
     for switches in (False, False, True, False, False):
         if switches:
-            served.prepared.parts.starts.wait_until_compiled()
+            served.prepared.wait_until_compiled()
         x = torch.randn(4, HIDDEN)
         with torch.no_grad():
             result = served.prepared(x, batch=Batch(4, 1)).clone()
@@ -91,11 +85,9 @@ def test_the_switch_comes_between_steps_in_flight(serve_cold, strategy):
         assert torch.equal(result, served.expected(x))
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
 def test_graphs_are_captured_between_the_steps_from_the_switch_on(serve_cold, strategy):
-    served = serve_cold(strategy=strategy)
-    served.prepared.capture()
+    served = serve_cold(strategy=strategy).capture()
     serve_until_over(served)
     captured = [0]
     wanted = 3 if strategy == "eager" else 1
@@ -106,7 +98,6 @@ def test_graphs_are_captured_between_the_steps_from_the_switch_on(serve_cold, st
     assert served.step(8) == "PIECEWISE 8"
 
 
-@pytest.mark.compile
 def test_probes_of_a_memory_limit_run_between_steps_too(serve_cold, monkeypatch):
     recorded, record = list[int](), GraphSet.record
 
@@ -115,8 +106,7 @@ def test_probes_of_a_memory_limit_run_between_steps_too(serve_cold, monkeypatch)
         return record(graphs, graph_index, session)
 
     monkeypatch.setattr(GraphSet, "record", counted)
-    served = serve_cold(steps={"memory_limit": 10**9})
-    served.prepared.capture()
+    served = serve_cold(steps={"memory_limit": 10**9}).capture()
     serve_until_over(served)
     per_step = [len(recorded)]
     while len(served.prepared.recordings()) < 3:
@@ -129,10 +119,8 @@ def test_probes_of_a_memory_limit_run_between_steps_too(serve_cold, monkeypatch)
     assert served.step(8) == "PIECEWISE 8"
 
 
-@pytest.mark.compile
 def test_who_closes_while_a_forecast_is_made_leaves_no_graph(serve_cold):
-    served = serve_cold(steps={"memory_limit": 10**9})
-    served.prepared.capture()
+    served = serve_cold(steps={"memory_limit": 10**9}).capture()
     serve_until_over(served)
     served.step(16)
     assert served.prepared.backend.memory().used > 0
@@ -140,10 +128,8 @@ def test_who_closes_while_a_forecast_is_made_leaves_no_graph(serve_cold):
     assert served.prepared.backend.memory().used == 0
 
 
-@pytest.mark.compile
 def test_the_startup_set_after_the_switch_is_not_evicted(serve_cold):
-    served = serve_cold(strategy={"kind": "lazy", "max_bytes": 1})
-    served.prepared.capture()
+    served = serve_cold(strategy={"kind": "lazy", "max_bytes": 1}).capture()
     serve_until_over(served)
     for _ in range(3):
         served.step(2)
@@ -151,21 +137,6 @@ def test_the_startup_set_after_the_switch_is_not_evicted(serve_cold):
     assert not served.prepared.events.named("capture.evicted")
 
 
-@pytest.mark.compile
-def test_the_steps_of_an_uncompiled_model_are_logged(serve_cold):
-    served = serve_cold()
-    seen = list[tuple[Batch, Decision]]()
-
-    class Observer(StepObserver):
-        def dispatched(self, batch, decision):
-            seen.append((batch, decision))
-
-    served.prepared.parts.log.observe(Observer())
-    served.step(3, 1)
-    assert [decision.mode.name for _, decision in seen] == ["NONE"]
-
-
-@pytest.mark.compile
 @pytest.mark.parametrize("captured", [False, True])
 def test_another_thread_may_wait_for_the_switch(serve_cold, monkeypatch, captured):
     """No step runs while the model switches, however long that takes."""
@@ -179,7 +150,7 @@ def test_another_thread_may_wait_for_the_switch(serve_cold, monkeypatch, capture
     if captured:
         served.prepared.capture()
     monkeypatch.setattr(GraphSet, "__init__", make_slowly)
-    wait = lambda: ended.append(served.prepared.parts.starts.wait_until_compiled())  # noqa: E731
+    wait = lambda: ended.append(served.prepared.wait_until_compiled())  # noqa: E731
     thread = threading.Thread(target=wait)
     thread.start()
     while thread.is_alive():
@@ -190,77 +161,48 @@ def test_another_thread_may_wait_for_the_switch(serve_cold, monkeypatch, capture
         served.step(*lengths)
 
 
-@pytest.mark.compile
-def test_who_waits_for_the_switch_has_the_graphs_of_startup(serve_cold):
-    served = serve_cold()
-    served.prepared.capture()
-    assert served.prepared.parts.starts.wait_until_compiled()
-    assert len(served.prepared.recordings()) == 3
-
-
-@pytest.mark.compile
 def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(serve_cold):
     served = serve_cold(graph_mode="NONE", capture_sizes=None)
-    assert not served.prepared.parts.starts.wait_until_compiled(timeout_s=0)
+    assert not served.prepared.wait_until_compiled(timeout_s=0)
     empty = served.prepared(torch.empty(0, HIDDEN), batch=Batch(0, 0))
     assert empty.shape == (0, HIDDEN)
-    assert served.prepared.parts.starts.wait_until_compiled()
+    assert served.prepared.wait_until_compiled()
     assert served.prepared.compiled.bundle is not None
     served.step(3, 1)
 
 
-class Branches(nn.Module):
-    def forward(self, x):
-        return x + 1 if x.shape[0] % 2 else x - 1
-
-
-@pytest.mark.compile
 def test_a_model_that_cannot_be_compiled_is_served_uncompiled(serve_cold, caplog):
     alone = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
-    served = serve_cold(Branches(), **alone)
-    assert not served.prepared.parts.starts.wait_until_compiled()
+    branches = Computes(lambda x: x + 1 if x.shape[0] % 2 else x - 1)
+    served = serve_cold(branches, **alone)
+    assert not served.prepared.wait_until_compiled()
     (failure,) = facts(served)["failures"]
     assert "GuardUnproved" in failure["reason"]
     assert "GuardUnproved" in caplog.text
     served.step(3)
     served.step(12)
     with pytest.raises(GuardUnproved):
-        serve_cold(Branches(), bundle="use", **alone)
+        serve_cold(branches, bundle="use", **alone)
 
 
-@pytest.mark.compile
 def test_a_model_that_is_prepared_in_inference_mode_switches(serve_cold):
     with torch.inference_mode():
         served = serve_cold()
-        assert served.prepared.parts.starts.wait_until_compiled()
+        assert served.prepared.wait_until_compiled()
         served.step(3, 1)
 
 
-class Gained(Model):
-    def __init__(self):
-        super().__init__()
-        self.gain = 2.0
-
-    def forward(self, x):
-        return super().forward(x) * self.gain
-
-
-@pytest.mark.compile
-def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, monkeypatch):
+def test_a_model_that_is_changed_meanwhile_is_compiled_again(serve_cold, before_code):
     model = Gained()
-
-    def change():
-        model.gain = 3.0
-
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
+    before_code(lambda: setattr(model, "gain", 3.0))
     served = serve_cold(model)
-    assert served.prepared.parts.starts.wait_until_compiled(300)
+    assert served.prepared.wait_until_compiled(300)
     assert facts(served)["failures"] == []
     served.step(3, 1)
 
 
 @pytest.fixture
-def held(monkeypatch):
+def held(before_code, monkeypatch):
     """The thread waits for this before it compiles a piece; the pieces are in `held.pieces`."""
     event = threading.Event()
     event.pieces = list[str]()
@@ -269,13 +211,12 @@ def held(monkeypatch):
         event.pieces.append("piece")
         assert event.wait(300)
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
+    before_code(wait)
     monkeypatch.setattr(starts, "CLOSE_S", 0.05)
     yield event
     event.set()
 
 
-@pytest.mark.compile
 def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, held):
     waiting, ended = threading.Event(), list[Exception]()
     served = serve_cold()
@@ -290,7 +231,7 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, hel
 
     def wait_until_compiled():
         try:
-            served.prepared.parts.starts.wait_until_compiled()
+            served.prepared.wait_until_compiled()
         except ModelClosed as error:
             ended.append(error)
 
@@ -303,7 +244,6 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(serve_cold, hel
     assert served.prepared.records.of(BackgroundFailure) == []
 
 
-@pytest.mark.compile
 def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(serve_cold, held):
     served = serve_cold()
     thread = served.prepared.parts.starts.beside.thread
@@ -315,15 +255,14 @@ def test_closing_waits_a_while_for_the_thread_which_ends_before_the_next_piece(s
     assert thread.join(300)
     assert held.pieces == ["piece"]
     again = serve_cold()
-    assert again.prepared.parts.starts.wait_until_compiled(300)
+    assert again.prepared.wait_until_compiled(300)
     again.step(3, 1)
 
 
-@pytest.mark.compile
 def test_events_of_the_thread_are_told_to_the_caller(serve_cold, hostile_engine):
     events = Events()
     served = serve_cold(events=events)
-    assert served.prepared.parts.starts.wait_until_compiled(300)
+    assert served.prepared.wait_until_compiled(300)
     pieces = [event.facts["piece"] for event in events.named("compile.end")]
     if hostile_engine is not None:  # a try that it disturbed compiled some, too
         pieces = [*dict.fromkeys(pieces)]
@@ -332,7 +271,6 @@ def test_events_of_the_thread_are_told_to_the_caller(serve_cold, hostile_engine)
     assert "compile" not in [name for name, _ in served.prepared.records.phases]
 
 
-@pytest.mark.compile
 def test_what_cannot_be_stored_is_compiled_at_once(serve_cold, caplog):
     served = serve_cold(compiler="eager")
     assert served.prepared.compiled.traced
@@ -340,15 +278,13 @@ def test_what_cannot_be_stored_is_compiled_at_once(serve_cold, caplog):
     served.step(3, 1)
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("kind", UNKEPT)
 def test_what_no_cache_keeps_serves_from_the_thread(
     serve_cold, tmp_path, monkeypatch, kind, hostile_engine
 ):
-    served = serve_cold(**settings_that_keep_nothing(kind, tmp_path, monkeypatch))
-    served.prepared.capture()
+    served = serve_cold(**settings_that_keep_nothing(kind, tmp_path, monkeypatch)).capture()
     assert not served.prepared.compiled.traced
-    assert served.prepared.parts.starts.wait_until_compiled(300), facts(served)
+    assert served.prepared.wait_until_compiled(300), facts(served)
     assert len(served.prepared.recordings()) == 3
     assert served.step(8) == "PIECEWISE 8"
     assert facts(served)["failures"] == []
@@ -362,14 +298,12 @@ class ReadsTheEnvironment(Model):
         return super().forward(x) * len(os.environ)
 
 
-@pytest.mark.compile
-def test_what_has_no_condition_is_traced_again_before_it_serves(serve_cold, monkeypatch):
-    def change():
-        monkeypatch.setenv("PG_READ_BY_A_FORWARD", "1")
-
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
+def test_what_has_no_condition_is_traced_again_before_it_serves(
+    serve_cold, before_code, monkeypatch
+):
+    before_code(lambda: monkeypatch.setenv("PG_READ_BY_A_FORWARD", "1"))
     served = serve_cold(ReadsTheEnvironment())
-    assert served.prepared.parts.starts.wait_until_compiled(300), facts(served)
+    assert served.prepared.wait_until_compiled(300), facts(served)
     served.step(3, 1)
 
 
@@ -392,8 +326,7 @@ def serve_on_a_rank(rank, folder, serve, lost):
         ranks=Ranks(),
         cache_dir=folder / (f"cache {rank}" if lost else "cache"),
         bundle="serve_ahead",
-    )
-    served.prepared.capture()
+    ).capture()
     serve_until_over(served)
     while not (lost or libraries(served)):
         time.sleep(0.01)
@@ -403,7 +336,6 @@ def serve_on_a_rank(rank, folder, serve, lost):
     served.prepared.close()
 
 
-@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
 @pytest.mark.parametrize("lost", [False, True])
 def test_ranks_switch_at_the_same_step_or_not_at_all(serve_cold, tmp_path, lost):
@@ -414,9 +346,8 @@ def test_ranks_switch_at_the_same_step_or_not_at_all(serve_cold, tmp_path, lost)
         assert "rank 1: PieceFailed" in one["background"]["failures"][0]["reason"]
         return
     assert one["background"]["switch"]["steps"] == other["background"]["switch"]["steps"] > 0
-    assert [c["num_tokens"] for c in one["captures"]] == [
-        c["num_tokens"] for c in other["captures"]
-    ]
+    sizes = [[row["num_tokens"] for row in report["captures"]] for report in (one, other)]
+    assert sizes[0] == sizes[1]
     for report in (one, other):
         assert [built["reason"] for built in report["background"]["libraries"]] == [None]
     phases = [phase["phase"] for report in (one, other) for phase in report["background"]["phases"]]
@@ -427,15 +358,13 @@ def libraries(served):
     return facts(served)["libraries"]
 
 
-@pytest.mark.compile
 def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
     def build(request):
         request.records.failed_libraries.append("no such op")
         return False
 
     monkeypatch.setattr(ahead, "compile_ahead", build)
-    served = serve_cold(bundle="serve_ahead", steps={"after_seal": "raise_all"})
-    served.prepared.capture()
+    served = serve_cold(bundle="serve_ahead", steps={"after_seal": "raise_all"}).capture()
     served.prepared.seal()
     serve_until_over(served)
     while served.prepared.parts.starts.beside is not None:  # the thread ends after its event
@@ -446,11 +375,10 @@ def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
     assert served.prepared.parts.starts.beside is None
 
 
-@pytest.mark.compile
 def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, monkeypatch):
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
     served = serve_cold(bundle="serve_ahead")
-    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
+    assert served.prepared.wait_until_compiled(), facts(served)
     while not libraries(served):
         served.step(3, 1)
     assert "AttributeError" in libraries(served)[0]["reason"]
@@ -458,7 +386,6 @@ def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, mon
     assert facts(served)["state"] == "compiled"
 
 
-@pytest.mark.compile
 def test_an_export_of_the_engine_while_a_key_is_made_is_no_failure(serve_cold, monkeypatch):
     """In two tries it begins before the key of the bundle is made, and ends soon after."""
     exports, ends, make_key = [0.2, 0.2], [0.0], pipeline.trace_key
@@ -487,11 +414,10 @@ def test_an_export_of_the_engine_while_a_key_is_made_is_no_failure(serve_cold, m
 
     monkeypatch.setattr(torch.compiler, "is_exporting", is_exporting)
     served = serve_cold()
-    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
+    assert served.prepared.wait_until_compiled(), facts(served)
     assert not exports
 
 
-@pytest.mark.compile
 @pytest.mark.parametrize("caller", ["without_bundle", "_traced_and_compiled"])
 def test_a_key_that_is_made_under_the_flags_of_an_export_is_no_failure(
     serve_cold, monkeypatch, caller
@@ -509,12 +435,11 @@ def test_a_key_that_is_made_under_the_flags_of_an_export_is_no_failure(
 
     monkeypatch.setattr(pipeline, "trace_key", key)
     served = serve_cold()
-    assert served.prepared.parts.starts.wait_until_compiled(), facts(served)
+    assert served.prepared.wait_until_compiled(), facts(served)
     assert not exports
     served.step(3, 1)
 
 
-@pytest.mark.compile
 def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
     begun = threading.Event()
 
@@ -526,7 +451,7 @@ def test_closing_ends_the_building_of_libraries(serve_cold, monkeypatch):
 
     monkeypatch.setattr(ahead, "compile_ahead", build)
     served = serve_cold(bundle="serve_ahead")
-    served.prepared.parts.starts.wait_until_compiled()
+    served.prepared.wait_until_compiled()
     assert begun.wait(300)
     served.step(3, 1)
     served.prepared.close()

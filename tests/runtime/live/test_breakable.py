@@ -18,13 +18,13 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
-from piecegraph.errors import AllCapturesFailed, MovedTensor, ResultFormUnknown
+from piecegraph.errors import AllCapturesFailed, ResultFormUnknown
 from piecegraph.runtime.capture.breaks import recordable
 from piecegraph.runtime.capture.recording import SegmentKind
 from piecegraph.tools.explain import explain
 from piecegraph.torch_compat.basics.ops import OpOverload
 
-from ..conftest import small_config, strict_backend
+from ..conftest import Computes, captured, small_config, strict_backend
 
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
@@ -68,13 +68,9 @@ class Untraceable(nn.Module):
 
 
 def prepared_for(model, mode, **settings):
-    config = small_config(
-        16, compile=False, capture_sizes=(2, 4, 8), graph_mode=mode,
-        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
-    ).changed(**settings)  # fmt: skip
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
-    return prepared
+    attention, metadata = {"support": "UNIFORM_SINGLE_TOKEN_DECODE"}, {"scale": torch.tensor(1.0)}
+    settings = {"attention": attention, "capture_sizes": (2, 4, 8), "compile": False, **settings}
+    return captured(model, 16, metadata_for=lambda *_: metadata, graph_mode=mode, **settings)
 
 
 def check(prepared, model, batch, scale):
@@ -97,13 +93,15 @@ def test_piecewise_graphs_break_at_splitting_functions(attention):
     prepared = prepared_for(model, GraphMode.PIECEWISE)
     kinds = [segment.kind for segment in prepared.recordings()[0][1].segments]
     assert kinds == [GRAPH, EAGER, GRAPH, EAGER, GRAPH]
+    model.calls.clear()
     for scale in (1.0, 3.0):
         assert check(prepared, model, Batch(3, 1), scale) == "PIECEWISE 4"
         assert check(prepared, model, Batch(8, 8, True, 1), scale) == "PIECEWISE 8"
         assert check(prepared, model, Batch(12, 2), scale) == "NONE 12"
+    assert len(model.calls) == 2 * (3 + 1)  # of the model alone, and of the steps without a graph
 
 
-def test_memory_limits_refresh_and_the_step_log_without_a_trace():
+def test_memory_refresh_the_step_log_and_the_traffic_without_a_trace():
     model = Untraceable()
     unlimited = prepared_for(model, GraphMode.PIECEWISE)
     limit = unlimited.backend.memory().used - 1
@@ -115,14 +113,8 @@ def test_memory_limits_refresh_and_the_step_log_without_a_trace():
     for _ in range(3):
         assert check(unlimited, model, Batch(3, 1), 2.0) == "PIECEWISE 4"
     assert [step.mode for step in unlimited.parts.log.last_steps()] == ["PIECEWISE"] * 2
-
-
-def test_a_moved_tensor_is_an_error_without_a_trace():
-    model = Untraceable()
-    prepared = prepared_for(model, GraphMode.PIECEWISE)
-    model.shift.data = torch.rand(4)
-    with pytest.raises(MovedTensor):
-        check(prepared, model, Batch(3, 1), 2.0)
+    assert unlimited.usage.counts(4) == [0, 0, 0, 3, 0]
+    assert unlimited.parts.strategies.ledger.bytes("weights") == 16
 
 
 class Block(nn.Module):
@@ -149,15 +141,6 @@ def test_explain_shows_what_a_model_without_a_trace_has():
     text = explain(prepared_for(Untraceable(), GraphMode.PIECEWISE), "md")
     assert "Compiled regions" in text
     assert "Policy: prove" not in text
-
-
-def test_replay_does_not_run_the_forward(monkeypatch):
-    model = Untraceable()
-    prepared = prepared_for(model, GraphMode.PIECEWISE)
-    model.calls.clear()
-    batch, metadata = Batch(3, 1), {"scale": torch.tensor(1.0)}
-    prepared.run(prepared.dispatch(batch), torch.ones(3, 4), metadata=metadata)
-    assert model.calls == []
 
 
 class Capturable(nn.Module):
@@ -207,13 +190,9 @@ def test_two_threads_that_run_it_with_breaks_leave_calls_of_operators_as_they_we
             second_runs.set()
             first_ended.wait(10)
 
-    class Waits(nn.Module):
-        def forward(self, x):
-            torch.ops.breakable_tests.wait(x)
-            return x + 1
-
     op = temporary_op("breakable_tests::wait", "(Tensor x) -> ()", kernel)
-    compiled = prepared_for(Waits(), GraphMode.NONE, splitting_ops=(op,)).compiled
+    waits = Computes(lambda x: (torch.ops.breakable_tests.wait(x), x + 1)[1])
+    compiled = prepared_for(waits, GraphMode.NONE, splitting_ops=(op,)).compiled
     before = OpOverload.__call__
     first, second = (
         Thread(target=recordable(compiled, (op,)), args=(torch.ones(4, 4),)) for _ in range(2)
@@ -229,12 +208,8 @@ def test_two_threads_that_run_it_with_breaks_leave_calls_of_operators_as_they_we
 
 
 def test_a_piecewise_graph_that_never_breaks_is_refused():
-    class Unbroken(nn.Module):
-        def forward(self, x):
-            return x + 1
-
     with pytest.raises(AllCapturesFailed, match="no splitting function was called"):
-        prepared_for(Unbroken(), GraphMode.PIECEWISE)
+        prepared_for(Computes(lambda x: x + 1), GraphMode.PIECEWISE)
 
 
 def test_without_a_graph_mode_there_are_no_graphs():
@@ -289,27 +264,6 @@ def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(where, mo
     assert (decision.mode.name == "NONE") == bool(mixes)
 
 
-class Branching(nn.Module):
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)) + 1
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(compiles):
-    line = Branching.forward.__code__.co_firstlineno + 1
-    with pytest.raises(AllCapturesFailed, match="cond reads a tensor's value on the host") as error:
-        prepared_for(
-            Branching(),
-            GraphMode.FULL,
-            compile=compiles,
-            compiler="eager",
-            attention={"support": "ALWAYS"},
-        )
-    assert f"test_breakable.py:{line})" in str(error.value)
-    assert "0x" not in str(error.value)
-
-
 class Stateful(nn.Module):
     """Writes buffers in place, assigns new ones, and keeps what it makes when it is first run."""
 
@@ -335,26 +289,13 @@ class Stateful(nn.Module):
 def test_prepare_changes_nothing_of_the_model(mode):
     model = Stateful()
     attributes = {**vars(model), **model._buffers}
-    config = Config(
-        compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        capture_sizes=(4,),
-        graph_mode=mode,
-        cache=False,
-        attention={"support": "ALWAYS"},
-    )
+    config = small_config(16, compile=False, capture_sizes=(4,), graph_mode=mode)
     prepare(model, config, backend=strict_backend())
     assert model.written.sum() == model.plain.sum() == model.assigned == 0
     now = {**vars(model), **model._buffers}
     assert now.keys() == attributes.keys()
     assert all(now[name] is value for name, value in attributes.items())
     assert model.tables == []
-
-
-def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger():
-    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
-    assert prepared.parts.strategies.ledger.bytes("weights") == 16
 
 
 def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events():
@@ -371,12 +312,6 @@ def test_what_the_level_decides_is_reported():
     prepared = prepare(Untraceable(), config)
     (event,) = prepared.events.named("config")
     assert event.facts["settings"]["compiler"] == prepared.config.compiler == "eager"
-
-
-def test_prepare_counts_the_traffic_that_pruning_uses():
-    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
-    prepared(torch.randn(3, 4), batch=Batch(3, 1), metadata={"scale": torch.ones(())})
-    assert prepared.usage.counts(4) == [0, 0, 0, 1, 0]
 
 
 class Leaving(nn.Module):

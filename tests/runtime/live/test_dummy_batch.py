@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
+from piecegraph import Batch, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import OtherRowsWritten
 from piecegraph.runtime.core.preserved import WHOLE, SavedMemory, StateTooLarge, preserve
 
-from ..conftest import small_config, strict_backend
+from ..conftest import Computes, captured, small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -156,17 +156,14 @@ def test_failure_7_captures_between_steps_write_no_live_row(strategy):
 def test_a_capture_between_metadata_and_its_step_leaves_it_as_it_was(strategy, traced):
     """The step read that of the dummy batch: zeros, and another scale."""
 
-    class Scaled(nn.Module):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.dummy_tests.scaled(x, out)
-            return out + 1
+    def forward(x):
+        out = torch.empty_like(x)
+        torch.ops.dummy_tests.scaled(x, out)
+        return out + 1
 
-    config = small_config(
-        graph_mode="PIECEWISE", splitting_ops=("dummy_tests::scaled",), strategy=strategy,
-        capture_sizes=(2, 4, 8), compile=traced,
-    )  # fmt: skip
-    prepared = prepare(Scaled(), config, backend=strict_backend())
+    way = {"splitting_ops": ("dummy_tests::scaled",), "strategy": strategy, "compile": traced}
+    config = small_config(graph_mode="PIECEWISE", capture_sizes=(2, 4, 8), **way)
+    prepared = prepare(Computes(forward), config, backend=strict_backend())
     rows, other = torch.zeros(8, 1), torch.ones(8, 1)
     metadata, made = SimpleNamespace(rows=rows, scale=1), {}
 
@@ -190,6 +187,12 @@ def test_a_capture_between_metadata_and_its_step_leaves_it_as_it_was(strategy, t
     prepared.close()
 
 
+OF_LARGE = {
+    "inputs": {"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
+    "steps": {"padding": {"slots": 5000}},
+}
+
+
 class Large(nn.Module):
     """Writes to a buffer where `slots` says, or elsewhere."""
 
@@ -208,12 +211,7 @@ class Large(nn.Module):
 @pytest.mark.parametrize("other_rows", [False, True])
 def test_of_a_large_buffer_only_rows_are_kept(other_rows, traced):
     model = Large(other_rows)
-    config = Config(
-        inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
-        steps={"padding": {"slots": 5000}}, max_num_tokens=16, max_num_reqs=16,
-        capture_sizes=(2, 8), graph_mode="FULL", attention={"support": 3}, cache=False,
-        compile=traced, **({"compiler": "eager"} if traced else {}),
-    )  # fmt: skip
+    config = small_config(16, **OF_LARGE, capture_sizes=(2, 8), compile=traced)
     before = model.cache.clone()
     if other_rows:
         with pytest.raises(OtherRowsWritten, match=r"wrote to rows \[(7, )?9\] of dimension 0"):
@@ -260,13 +258,9 @@ def test_a_large_buffer_may_be_written_twice():
         def forward(self, x, slots):
             return super().forward(super().forward(x, slots), slots)
 
-    config = small_config(
-        16, inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
-        steps={"padding": {"slots": 5000}}, capture_sizes=(2,), compile=False,
-    )  # fmt: skip
     model = Twice(other_rows=False)
     before = model.cache.clone()
-    prepare(model, config, backend=strict_backend()).capture()
+    captured(model, 16, **OF_LARGE, capture_sizes=(2,), compile=False)
     assert torch.equal(model.cache, before)
 
 

@@ -8,7 +8,7 @@ import piecegraph as pg
 from piecegraph.compile.guards.tolerance import compare
 from piecegraph.runtime.parts.proof.op_rows import beyond, other_size, same_size
 
-from ..conftest import small_config, strict_backend
+from ..conftest import captured
 
 pytestmark = pytest.mark.compile
 
@@ -60,10 +60,7 @@ class Quantizes(nn.Module):
 
 def prepared_for(model, compiles):
     inputs = {"ids": "int64[num_tokens]"}
-    config = small_config(16, inputs=inputs, capture_sizes=(4, 8), compile=compiles)
-    prepared = pg.prepare(model, config, backend=strict_backend())
-    prepared.capture()
-    return prepared
+    return captured(model, 16, inputs=inputs, capture_sizes=(4, 8), compile=compiles)
 
 
 def steps(prepared):

@@ -5,7 +5,6 @@ import logging
 import sys
 import threading
 import weakref
-from operator import attrgetter
 
 import pytest
 import torch
@@ -45,8 +44,7 @@ def assert_at_rest():
 
 @pytest.mark.parametrize("lengths", [(3,), (12,)])  # an eager segment, and no graph
 def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(serve, lengths):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     served.stage.fault = FAULT
     decision = served.prepared.dispatch(served.batch(*lengths))
     with pytest.raises(ValueError, match="no such block"):
@@ -58,8 +56,7 @@ def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(serve, le
 
 @pytest.mark.parametrize("lengths", [(3,), (12,)])  # graphs, and no graph
 def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(serve, lengths):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     decision = served.prepared.dispatch(served.batch(*lengths))
     run = type(served.prepared._core.steps).run.__code__
 
@@ -93,12 +90,10 @@ def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(serve, len
 
 @pytest.mark.parametrize("decision", [None, "FULL", Batch(3, 3)])
 def test_what_is_no_decision_of_the_model_is_refused(serve, decision):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     with pytest.raises(DecisionOfAnother):
         served.prepared.run(decision, torch.ones(3, 4))
-    other = serve(sizes=(3,))
-    other.prepared.capture()
+    other = serve(sizes=(3,)).capture()
     with pytest.raises(DecisionOfAnother):
         served.prepared.run(other.prepared.dispatch(other.batch(3)), torch.ones(3, 4))
 
@@ -115,8 +110,7 @@ def test_what_is_no_decision_of_the_model_is_refused(serve, decision):
 )
 @pytest.mark.filterwarnings("ignore")  # of torch, about its own beta features
 def test_an_input_without_rows_in_memory_is_refused_by_name(serve, form, kind):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     served.step(3)  # its form is known now
     with pytest.raises(InputMismatch, match=f"'x' is .*{kind}"):
         served.prepared.run(served.prepared.dispatch(served.batch(3)), form(torch.ones(3, 4)))
@@ -155,8 +149,7 @@ def test_w23_an_error_while_capturing_leaves_a_process_that_serves(serve, strate
 
 def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve):
     # each PIECEWISE recording opens four graphs; those of FULL come after them
-    served = serve(sizes=(2,), options={"failing_captures": frozenset({5})})
-    served.prepared.capture()
+    served = serve(sizes=(2,), options={"failing_captures": frozenset({5})}).capture()
     assert_at_rest()
     assert served.step(1, 1) == "PIECEWISE 2"
     (event,) = served.prepared.events.named("capture.failed")
@@ -189,10 +182,9 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(serve, settings
     served = serve(**settings)
     context = served.prepared._core.steps.context
     layers, context.layers = context.layers, {"other": 1}
-    with pytest.raises(
-        LayerMissing, match=r"no layer 'stage'; it has other \(at .*conftest.py:.*layers="
-    ):
-        attrgetter(call)(served.prepared)()
+    named = r"no layer 'stage'; it has other \(at .*conftest.py:.*layers="
+    with pytest.raises(LayerMissing, match=named):
+        getattr(served.prepared, call)()
     assert_at_rest()
     assert served.prepared._core.steps.context.layers == {"other": 1}
     served.prepared._core.steps.context.layers = layers
@@ -249,8 +241,7 @@ def test_an_interrupt_during_warm_up_exits_cleanly(serve):
 
 
 def test_gradients_and_inference_mode_of_the_caller_are_unchanged(serve):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     x = torch.ones(2, 4, requires_grad=True)
     decision = served.prepared.dispatch(served.batch(1, 1))
     assert not served.prepared.run(decision, x).requires_grad
@@ -260,16 +251,6 @@ def test_gradients_and_inference_mode_of_the_caller_are_unchanged(serve):
         served.step(1, 1)
         served.step(3)
     served.step(3)
-
-
-def test_closing_twice_is_fine_and_steps_are_refused(serve):
-    served = serve()
-    served.prepared.capture()
-    decision = served.prepared.dispatch(served.batch(1, 1))
-    served.prepared.close()
-    served.prepared.close()
-    with pytest.raises(ModelClosed):
-        served.prepared.run(decision, torch.ones(2, 4))
 
 
 def test_two_models_in_two_threads_are_independent(serve):
@@ -299,8 +280,7 @@ def test_two_models_in_two_threads_are_independent(serve):
 )
 @pytest.mark.parametrize("lengths", [(3,), (12,)])
 def test_what_starts_in_the_middle_of_a_step_is_refused(serve, monkeypatch, action, lengths):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     served.step(*lengths)
     with monkeypatch.context() as patch:
         patch.setattr(type(served.stage), "fault", property(lambda s: action(served.prepared)))
@@ -310,8 +290,7 @@ def test_what_starts_in_the_middle_of_a_step_is_refused(serve, monkeypatch, acti
 
 
 def test_w14_nothing_is_captured_while_serving_under_eager(serve):
-    served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
-    served.prepared.capture()
+    served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})}).capture()
     served.prepared.seal()
     assert not served.prepared.parts.strategies.capturer.active  # no step asks
     captures = served.backend.counters["captures"]
@@ -331,8 +310,7 @@ def test_a_dummy_batch_gives_the_context_its_layers_back(serve):
 
 
 def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve):
-    served = serve(steps={"padding": {"x": "zero"}})
-    served.prepared.capture()
+    served = serve(steps={"padding": {"x": "zero"}}).capture()
     batch = served.batch(5, 3)
     served.prepared.run(served.prepared.dispatch(batch), torch.full((8, 4), float("nan")))
     for lengths in ((3, 2), (1,) * 5):
@@ -344,8 +322,7 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve):
 
 
 def test_failure_28_ops_read_how_many_rows_are_real(serve):
-    served = serve()
-    served.prepared.capture()
+    served = serve().capture()
     seen = []
 
     class Watching(list):
@@ -378,13 +355,13 @@ def test_a_failed_capture_holds_nothing(serve):
         assert session._held == []
 
 
-@pytest.mark.parametrize(
-    "call", ["capture", "warm_up", "parts.strategies.memory_plan", "seal", "refresh"]
-)
-def test_a_closed_model_refuses(serve, call):
-    served = serve()
-    served.prepared.close()
+@pytest.mark.parametrize("call", ["capture", "warm_up", "memory_plan", "seal", "refresh", "run"])
+def test_a_model_that_was_closed_twice_refuses(serve, call):
+    served = serve().capture()
+    step = (served.prepared.dispatch(served.batch(1, 1)), torch.ones(2, 4))
+    for _ in range(2):
+        served.prepared.close()
     handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
     with pytest.raises(ModelClosed):
-        attrgetter(call)(served.prepared)()
+        getattr(served.prepared, call)(*step if call == "run" else ())
     assert logging.getLogger(TRACE_LOGGER).handlers == handlers

@@ -12,20 +12,14 @@ import torch
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
-from piecegraph import (
-    Batch,
-    Config,
-    break_graph,
-    get_forward_context,
-    prepare,
-)
+from piecegraph import Batch, break_graph, get_forward_context, prepare
 from piecegraph.errors import AllCapturesFailed, HostValueChanged, StaleContext
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
 from piecegraph.runtime.backends.replay.tape import Tape
 from piecegraph.torch_compat.basics.tensors import last_modes, storage_id
 
-from ..conftest import small_config
+from ..conftest import Computes, captured, small_config
 
 pytestmark = pytest.mark.compile
 
@@ -136,18 +130,8 @@ def set_up_on_first_use(x, out):
 
 @pytest.fixture(scope="module", autouse=True)
 def ops(temporary_op):
-    for op in (
-        scaled,
-        declared,
-        kept,
-        counted,
-        read,
-        swallowed,
-        set_up_on_first_use,
-        leave,
-        read_left,
-        *VALUE_READS,
-    ):
+    reading = scaled, declared, kept, counted, read, swallowed, read_left, *VALUE_READS
+    for op in (set_up_on_first_use, leave, *reading):
         schema = "(Tensor x, Tensor(a!) out) -> ()"
         temporary_op(f"faithful_tests::{op.__name__}", schema, op)
 
@@ -223,14 +207,8 @@ def test_an_op_in_a_piece_may_keep_the_memory_of_its_result(temporary_op, compil
     name = f"into_kept_{compiler}"
     temporary_op(f"faithful_tests::{name}", "(Tensor x) -> Tensor", into_kept, torch.empty_like)
 
-    class Keeping(nn.Module):
-        def forward(self, x):
-            return getattr(torch.ops.faithful_tests, name)(x + 1) + 1
-
-    prepared = prepare(
-        Keeping(), small_config(capture_sizes=(2, 4), compiler=compiler), backend=ReplayBackend()
-    )
-    prepared.capture()
+    keeping = Computes(lambda x: getattr(torch.ops.faithful_tests, name)(x + 1) + 1)
+    prepared = captured(keeping, 8, ReplayBackend(), capture_sizes=(2, 4), compiler=compiler)
     for number, size in enumerate((4, 2, 4)):
         result = prepared(torch.full((size, 4), float(number)), batch=Batch(size, size))
         assert result.unique().tolist() == [2 * number + 3]
@@ -265,9 +243,7 @@ def test_a_copy_or_another_view_of_memory_reads_no_value(shares):
         out.copy_(shares(x) * 2.0)
 
     model = Reading(break_graph(fake=lambda x, out: None)(shared))
-    config = small_config(4, compile=False, capture_sizes=(4,))
-    prepared = prepare(model, config, backend=ReplayBackend())
-    prepared.capture()
+    prepared = captured(model, 4, ReplayBackend(), compile=False, capture_sizes=(4,))
     assert step(prepared, None).unique().tolist() == [3.0]
 
 
@@ -296,26 +272,18 @@ class Reading(nn.Module):
 def test_infinilm_540_a_value_read_of_a_model_that_is_not_traced_fails_the_capture(fn, is_op):
     op = getattr(torch.ops.faithful_tests, fn.__name__) if is_op else fn
     model = Reading(break_graph(fake=lambda x, out: None)(op))
-    config = small_config(4, compile=False, capture_sizes=(4,))
-    line = fn.__code__.co_firstlineno + 1
+    given, line = (model, 4, ReplayBackend()), fn.__code__.co_firstlineno + 1
+    settings = {"compile": False, "capture_sizes": (4,)}
     with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
-        prepare(model, config, backend=ReplayBackend()).capture()
-    eager = prepare(model, config.changed(graph_mode="PIECEWISE"), backend=ReplayBackend())
-    eager.capture()  # between graphs an op may read values
-    assert step(eager, None).shape == (2, 4)
+        captured(*given, **settings)
+    eager = captured(*given, graph_mode="PIECEWISE", **settings)
+    assert step(eager, None).shape == (2, 4)  # between graphs an op may read values
 
 
 def test_a_host_read_of_a_piece_itself_names_no_line_of_ours():
-    class Chosen(nn.Module):
-        def forward(self, x):
-            return x[x[:, 0] > 0].sum(0) + x
-
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
-        capture_sizes=(4,), graph_mode="FULL", compiler="eager", cache=False,
-    )  # fmt: skip
+    chosen = Computes(lambda x: x[x[:, 0] > 0].sum(0) + x)
     with pytest.raises(AllCapturesFailed, match=r"inside a captured region\. Compute"):
-        prepare(Chosen(), config, backend=ReplayBackend(ReplayOptions())).capture()
+        captured(chosen, 4, ReplayBackend(), capture_sizes=(4,))
 
 
 def test_a_host_read_in_an_op_for_all_devices_fails_the_capture():
@@ -394,11 +362,8 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled):
-    config = small_config(4, compile=compiled, capture_sizes=(2,))
-    model = Weighted()
-    backend = ReplayBackend(ReplayOptions(poison_before_replay=True))
-    prepared = prepare(model, config, backend=backend)
-    prepared.capture()
+    model, backend = Weighted(), ReplayBackend(ReplayOptions(poison_before_replay=True))
+    prepared = captured(model, 4, backend, compile=compiled, capture_sizes=(2,))
     (noticed,) = prepared.report()["host_values"]
     assert noticed["tensors"] == ["factor"]
     model.shift.fill_(3.0)  # on a device, too, the graph reads its memory
@@ -457,17 +422,10 @@ class Calls(nn.Module):
         return y + self.table
 
 
-def captured(model, compiler):
+def captured_by(compiler, model):
     """`compiler` is None for a model that is not traced."""
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
-        capture_sizes=(2,), graph_mode="FULL", cache=False, attention={"support": "ALWAYS"},
-        compile=compiler is not None,
-    )  # fmt: skip
-    config = config.changed(compiler=compiler) if compiler else config
-    prepared = prepare(model, config, backend=ReplayBackend(ReplayOptions()))
-    prepared.capture()
-    return prepared
+    way = {"compiler": compiler} if compiler else {"compile": False}
+    return captured(model, 4, ReplayBackend(), capture_sizes=(2,), **way)
 
 
 @pytest.mark.parametrize("compiler", ["eager", None])
@@ -476,30 +434,30 @@ def test_a_copy_from_the_host_fails_the_capture_with_the_line_that_made_it(fn, c
     line = fn.__code__.co_firstlineno + 1
     named = rf"HostCopyInCapture: \w+ makes .*test_faithful_replay.py:{line}\).*device=x\.device"
     with pytest.raises(AllCapturesFailed, match=named):
-        captured(Calls(fn), compiler)
+        captured_by(compiler, Calls(fn))
 
 
 def test_inductor_makes_a_tensor_of_the_host_on_the_device():
-    prepared = captured(Calls(moved_by_device), "inductor")
+    prepared = captured_by("inductor", Calls(moved_by_device))
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("compiler", ["eager", None])
 @pytest.mark.parametrize("fn", [made_on_the_device, other_dtype, form_from_the_host])
 def test_what_copies_nothing_from_the_host_is_captured(fn, compiler):
-    prepared = captured(Calls(fn), compiler)
+    prepared = captured_by(compiler, Calls(fn))
     assert step(prepared, None).tolist() == fn(torch.ones(2, 4)).tolist()
 
 
 @pytest.mark.parametrize("compiler", ["eager", None])
 def test_under_a_default_device_nothing_is_made_on_the_host(compiler):
     with torch.device("cpu"):
-        prepared = captured(Calls(moved_by_device), compiler)
+        prepared = captured_by(compiler, Calls(moved_by_device))
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
 def test_a_table_that_the_warm_up_run_copied_from_the_host_is_captured():
-    prepared = captured(Calls(moved_by_device, keeps=True), None)
+    prepared = captured_by(None, Calls(moved_by_device, keeps=True))
     assert step(prepared, None).tolist() == [[1, 2, 3, 4]] * 2
 
 
@@ -513,12 +471,8 @@ def test_a_device_that_is_set_around_a_break_inside_the_model():
             double(y)
         return y + 1
 
-    prepared = prepare(
-        Calls(breaks),
-        small_config(4, capture_sizes=(2,), graph_mode="PIECEWISE", compile=False),
-        backend=ReplayBackend(ReplayOptions()),
-    )  # fmt: skip
-    prepared.capture()
+    settings = {"capture_sizes": (2,), "graph_mode": "PIECEWISE", "compile": False}
+    prepared = captured(Calls(breaks), 4, ReplayBackend(), **settings)
     assert step(prepared, None).tolist() == [[3, 5, 7, 9]] * 2
     assert last_modes()[1] is None
 
@@ -532,7 +486,7 @@ def test_regions_of_the_model_are_compiled_once_and_not_looked_at(backend):
         compiled.append(graph)
         return graph.forward if backend == "eager" else compile_fx(graph, inputs)
 
-    prepared = captured(Calls(torch.compile(moved_by_device, backend=count)), None)
+    prepared = captured_by(None, Calls(torch.compile(moved_by_device, backend=count)))
     step(prepared, None)
     assert len(compiled) == 1
 
@@ -564,10 +518,8 @@ def test_a_capture_keeps_no_weights_and_breaks_see_what_the_graph_before_compute
     original = Tape.undo
     monkeypatch.setattr(Tape, "undo", undo)
     op = temporary_op("faithful_tests::attend_to", "(Tensor x, Tensor(a!) out) -> ()", attend)
-    config = small_config(4, capture_sizes=(2,), graph_mode="PIECEWISE", splitting_ops=(op,))
-    model = Two()
-    prepared = prepare(model, config, backend=ReplayBackend(ReplayOptions()))
-    prepared.capture()
+    model, settings = Two(), {"graph_mode": "PIECEWISE", "splitting_ops": (op,)}
+    captured(model, 4, ReplayBackend(), capture_sizes=(2,), **settings)
     assert len(seen) > 1
     assert set(seen) == {8.0}
     assert kept

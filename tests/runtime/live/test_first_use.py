@@ -21,7 +21,7 @@ from piecegraph.runtime.forward_context import get_forward_context
 from piecegraph.runtime.tensors_by_path import tensors_by_path
 from piecegraph.torch_compat.basics.tensors import writes_counted
 
-from ..conftest import small_config, strict_backend
+from ..conftest import captured, small_config, strict_backend
 
 GLOBAL = SimpleNamespace(ready=False)
 
@@ -107,10 +107,8 @@ HOLDERS = {
 
 
 def prepared_for(model, layers, mode, **more):
-    config = small_config(16, capture_sizes=(2, 4), graph_mode=mode, splitting_ops=(OP,)).changed(
-        **more
-    )
-    return prepare(model, config, layers=layers, backend=strict_backend())
+    config = small_config(16, capture_sizes=(2, 4), graph_mode=mode, splitting_ops=(OP,))
+    return prepare(model, config.changed(**more), layers=layers, backend=strict_backend())
 
 
 @pytest.fixture
@@ -194,13 +192,11 @@ def test_a_tensor_of_a_layer_that_the_first_run_fills_is_refused(kind, compiled,
     model = Scaling(None if plain else layer)
     splits = ("first_tests::scale",)
     for mode in ("PIECEWISE", "FULL"):
-        prepared = prepared_for(
-            model, {"layer": layer}, mode, splitting_ops=splits, compile=compiled
-        )
+        settings = {"splitting_ops": splits, "compile": compiled}
+        prepared = prepared_for(model, {"layer": layer}, mode, **settings)
+        named = "first_tests::scale sets up .*scale"
         for _ in range(2):
-            with pytest.raises(
-                SetUpOnFirstUse, match="first_tests::scale sets up .*scale"
-            ) as raised:
+            with pytest.raises(SetUpOnFirstUse, match=named) as raised:
                 prepared.capture()
         restored = raised.value.facts["left"] == UNDONE
         assert restored is (layer.scale[0].item() == 1)
@@ -342,10 +338,8 @@ def test_no_code_of_an_object_runs_where_its_tensors_are_looked_for():
 def test_a_model_whose_configuration_raises_is_captured():
     model = nn.Linear(8, 8).requires_grad_(False)
     model.config = Ambiguous()
-    config = small_config(4, inputs={"input": "float32[num_tokens, 8]"}, graph_mode="FULL")
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
-    assert prepared.recordings()
+    inputs = {"input": "float32[num_tokens, 8]"}
+    assert captured(model, 4, inputs=inputs).recordings()
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
@@ -430,8 +424,6 @@ def test_memory_that_the_first_run_makes_larger_may_be_moved():
     def grown(model, x):
         return model.count.resize_(16, 4).fill_(2.0)[0]
 
-    model = Moving(grown)
-    prepared = prepare(model, small_config(4, compile=False), backend=strict_backend())
-    prepared.capture()
+    prepared = captured(Moving(grown), 4, compile=False)
     result = prepared(torch.ones(4, 4), batch=Batch(4, 4))
     assert result.unique().item() == 3

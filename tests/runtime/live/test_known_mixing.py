@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from piecegraph import Batch, Config, Events, compile_ahead, prepare
+from piecegraph import Events, compile_ahead, prepare
 from piecegraph.cache import Cache, Entry
 from piecegraph.runtime.parts.proof import row_mixing, row_trials
 from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows, keep_beside_steps
 from piecegraph.runtime.parts.proof.row_trials import Trials
 from tests.text_compiler import use_text_compiler
 
+from ..conftest import right_step, small_config
 from .conftest import HIDDEN, MixesRows, Model
 
 compile_ahead_module = sys.modules[compile_ahead.__module__]
@@ -141,11 +142,9 @@ def test_what_could_not_run_is_tried_again(start, looked, monkeypatch):
 
 @pytest.fixture
 def config(tmp_path):
-    return Config(
-        inputs={"input": "float32[num_tokens, 4]"}, codegen={"sizes": (4,)}, max_num_tokens=16,
-        max_num_reqs=16, capture_sizes=(2, 4), attention={"support": "ALWAYS"},
-        graph_mode="FULL", cache_dir=tmp_path,
-    )  # fmt: skip
+    made = {"codegen": {"sizes": (4,)}, "cache": True, "cache_dir": tmp_path}
+    inputs = {"input": "float32[num_tokens, 4]"}
+    return small_config(16, inputs=inputs, capture_sizes=(2, 4), compiler="inductor", **made)
 
 
 def test_compile_ahead_knows_what_padding_reaches(config, looked, monkeypatch):
@@ -176,8 +175,7 @@ def test_compile_ahead_builds_what_the_next_start_loads(config, looked):
     assert looked == []
     assert [span for span in events.spans if span.name == "bundle.libraries"]
     for size in (4, 7):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(prepared(x, batch=Batch(size, size)), model(x))
+        right_step(prepared, model, torch.randn(size, 4))
     prepared.close()
 
 

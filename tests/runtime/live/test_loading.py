@@ -2,17 +2,20 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 
 import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Config, prepare
 from piecegraph.cache.inspection import manifests
 from piecegraph.errors import InvalidSetting, PrepareFailed
 from tests.text_compiler import use_text_compiler
 from tests.unkept import UNKEPT, settings_that_keep_nothing
+
+from ..conftest import right_step
 
 INPUTS = {"x": "float32[num_tokens, 4]"}
 
@@ -62,8 +65,7 @@ def bundles(folder):
 
 def same(served, model):
     for size in (1, 5):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(served(x, batch=Batch(size, 1)), model(x))
+        right_step(served, model, torch.randn(size, 4))
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -137,10 +139,7 @@ def test_what_no_cache_keeps_is_compiled_once_after_the_weights(
     settings = {"compiler": "eager"}
     if kind in UNKEPT:
         settings = settings_that_keep_nothing(kind, tmp_path, monkeypatch)
-
-    def weights():
-        model.load_state_dict(loaded.state_dict(), assign=True)
-
+    weights = partial(model.load_state_dict, loaded.state_dict(), assign=True)
     served = prepare(model, config(tmp_path).changed(**settings), weights=weights, device="cpu")
     assert served.report()["counters"]["dynamo_traces"] == 1
     (told,) = served.events.named("weights.first")

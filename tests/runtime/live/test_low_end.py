@@ -4,24 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, Config, Events, prepare
+from piecegraph import Batch, Config
 from piecegraph.errors import CompileError, GuardUnproved, InvalidSetting, SizeOutOfRange
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
-pytestmark = pytest.mark.compile
+from ..conftest import Computes, captured, right_step
 
-SEEN = []
-LIBRARY = torch.library.Library("low_end_tests", "DEF")
-LIBRARY.define("mix(Tensor x, Tensor(a!) out) -> ()")
-
-
-def mix(x, out):
-    SEEN.append(len(x))
-    out.copy_(x.cumsum(0))
-
-
-LIBRARY.impl("mix", mix, "CPU")
-torch.library.register_fake("low_end_tests::mix", lambda x, out: None, lib=LIBRARY)
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("mix_op")]
 
 
 class Recurrent(nn.Module):
@@ -41,22 +30,13 @@ class Recurrent(nn.Module):
             x = self.single(self.linear, x)
         else:
             x = self.linear(x)
-        torch.ops.low_end_tests.mix(x, out)
+        torch.ops.live_tests.mix(x, out)
         return x + out
 
 
 def prepared(model, **settings):
-    given = {
-        "inputs": {"x": "float32[num_tokens, 4]"},
-        "splitting_ops": ("low_end_tests::mix",),
-        "max_num_tokens": 16,
-        "max_num_reqs": 4,
-        "compiler": "eager",
-        "graph_mode": "NONE",
-        "cache": False,
-    }
-    events = Events()
-    return prepare(model, Config(**{**given, **settings}), backend=ReplayBackend(), events=events)
+    given = {"splitting_ops": ("live_tests::mix",), "graph_mode": "NONE", **settings}
+    return captured(model, 16, ReplayBackend(), **given)
 
 
 SINGLE = {
@@ -68,15 +48,10 @@ SINGLE = {
 @pytest.mark.parametrize("single", SINGLE)
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
 def test_sizes_for_which_a_guard_does_not_hold_have_a_trace_of_their_own(mode, single):
-    model, settings = Recurrent(SINGLE[single]), {"capture_sizes": (1, 2, 4)}
-    if mode == "FULL":
-        settings["attention"] = {"support": "ALWAYS"}
-    served = prepared(model, graph_mode=mode, **settings)
-    served.capture()
+    model = Recurrent(SINGLE[single])
+    served = prepared(model, graph_mode=mode, capture_sizes=(1, 2, 4))
     for size in (1, 2, 3, 7, 16, 1):
-        x = torch.randn(size, 4)
-        result = served(x, batch=Batch(size, 1), metadata=SEEN.append)
-        torch.testing.assert_close(result, model(x))
+        right_step(served, model, torch.randn(size, 4))
     with pytest.raises(SizeOutOfRange, match="1, 16"):
         served(torch.randn(17, 4), batch=Batch(17, 1))
 
@@ -101,8 +76,7 @@ def test_what_smaller_batches_run_is_whatever_the_model_runs():
     model, plain = Tiles(), Tiles()
     served = prepared(model)
     for size in (1, 4, 7, 11, 16):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(served(x, batch=Batch(size, 1)), plain(x))
+        right_step(served, plain, torch.randn(size, 4))
     assert torch.equal(model.steps, plain.steps)
 
 
@@ -123,9 +97,7 @@ def test_model_whose_result_has_another_form_for_small_batches_is_refused(part):
 def test_user_states_the_low_end():
     model = Recurrent(lambda linear, x: x * 2)
     served = prepared(model, tracing={"min_num_tokens": 4})
-    x = torch.randn(1, 4)
-    padded = torch.cat([x, torch.zeros(3, 4)])
-    torch.testing.assert_close(served(x, batch=Batch(1, 1)), model(padded)[:1])
+    right_step(served, lambda x: model(torch.cat([x, torch.zeros(3, 4)]))[:1], torch.randn(1, 4))
     assert served.dispatch(Batch(1, 1)).descriptor.num_tokens == 4
     with pytest.raises(InvalidSetting, match=r"tracing\.min_num_tokens = 5: it is outside"):
         Config(tracing={"min_num_tokens": 5}, max_num_tokens=4)
@@ -157,24 +129,12 @@ def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers():
 
 
 def test_one_size_in_the_middle_has_a_graph_of_its_own():
-    class Seven(nn.Module):
-        def forward(self, x):
-            return x * (3 if x.shape[0] == 7 else 2)
-
-    served = prepared(
-        Seven(), splitting_ops=(), graph_mode="FULL", capture_sizes=(4, 7, 8),
-        attention={"support": "ALWAYS"}, tracing={"guards": "split"},
-    )  # fmt: skip
-    served.capture()
+    model = Computes(lambda x: x * (3 if x.shape[0] == 7 else 2))
+    served = captured(model, 16, capture_sizes=(4, 7, 8), tracing={"guards": "split"})
     for size in (3, 6, 7, 8):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(served(x, batch=Batch(size, 1)), Seven()(x))
+        right_step(served, model, torch.randn(size, 4))
 
 
 def test_guard_that_holds_from_no_size_on_is_refused():
-    class Odd(nn.Module):
-        def forward(self, x):
-            return x + 1 if x.shape[0] % 2 else x + 2
-
     with pytest.raises(GuardUnproved, match="num_tokens"):
-        prepared(Odd(), splitting_ops=())
+        captured(Computes(lambda x: x + 1 if x.shape[0] % 2 else x + 2))

@@ -52,8 +52,7 @@ def test_any_batches_over_any_plan(serve, data):
         data.draw(modes),
         strategy=data.draw(st.sampled_from(strategies)),
         steps={"padding": {"x": data.draw(st.sampled_from(["zero", "repeat", "keep", 7.5]))}},
-    )
-    served.prepared.capture()
+    ).capture()
     lengths = st.lists(st.integers(1, 16), min_size=1, max_size=16).filter(lambda n: sum(n) <= 16)
     decodes = st.integers(1, 16).map(lambda n: [1] * n)
     batches = data.draw(st.lists(st.one_of(lengths, decodes), min_size=1, max_size=8))
@@ -71,8 +70,7 @@ def test_any_batches_over_any_plan(serve, data):
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_memory_is_flat_while_serving(serve, compiles):
-    served = serve(compile=compiles)
-    served.prepared.capture()
+    served = serve(compile=compiles).capture()
 
     def serve_all():
         for lengths in BATCHES:

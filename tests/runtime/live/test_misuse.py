@@ -19,7 +19,7 @@ from piecegraph.errors import (
     ReturnsWeight,
 )
 
-from ..conftest import small_config
+from ..conftest import Computes, captured, small_config
 from .conftest import HIDDEN
 
 Call = Callable[[PreparedModel, torch.Tensor], Any]
@@ -119,10 +119,6 @@ def test_a_traced_model_that_returns_a_weight_is_told_to_clone_it(returned, name
 
 
 def test_a_part_of_an_input_that_no_operator_makes_is_called_no_weight():
-    class Real(torch.nn.Module):
-        def forward(self, x):
-            return x.real, x * 2
-
-    config = small_config(4, inputs={"x": "complex64[num_tokens, 4]"}, graph_mode="NONE")
+    model, inputs = Computes(lambda x: (x.real, x * 2)), {"x": "complex64[num_tokens, 4]"}
     with pytest.raises(ReturnsWeight, match=r"returns a tensor of shape .* such as x\.real, which"):
-        prepare(Real(), config)
+        captured(model, 4, inputs=inputs, graph_mode="NONE")

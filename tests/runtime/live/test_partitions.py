@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from piecegraph import Batch, Config, Events, GraphMode, compile_ahead, prepare
+from piecegraph import Events, GraphMode, compile_ahead, prepare
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime.capture.recording import SegmentKind
 
-from ..conftest import prepare_on_replay, strict_backend
+from ..conftest import prepare_on_replay, right_step, small_config, strict_backend
 
 pytestmark = [
     pytest.mark.compile,
@@ -136,20 +136,12 @@ KINDS = {
 
 
 def config(cache, mode, **settings):
-    return Config(
-        splitting_ops=("partitions::*",),
-        inputs={
-            "x": f"float32[num_tokens, {WIDTH}]",
-            "slots": "int64[num_tokens]",
-            "real": "float32[num_tokens]",
-        },
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(2, 4, 8),
-        graph_mode=mode,
-        attention={"support": 3},
-        cache_dir=cache,
-    ).changed(**{"codegen.partition": "inductor", **settings})
+    inputs = {"x": f"float32[num_tokens, {WIDTH}]", "slots": "int64[num_tokens]"}
+    inputs["real"] = "float32[num_tokens]"
+    kept = {"compiler": "inductor", "cache": True, "cache_dir": cache}
+    config = small_config(16, inputs=inputs, capture_sizes=(2, 4, 8), graph_mode=mode, **kept)
+    partition = {"splitting_ops": ("partitions::*",), "codegen.partition": "inductor"}
+    return config.changed(**partition, **settings)
 
 
 def check(prepared, model, expected):
@@ -157,17 +149,9 @@ def check(prepared, model, expected):
     those that are not larger than all graphs."""
     modes = set()
     for size in SIZES:
-        x, slots, real = (
-            torch.randn(size, WIDTH),
-            torch.randperm(SLOTS - 1)[:size] + 1,
-            torch.ones(size),
-        )
-        decision = prepared.dispatch(Batch(size, size, is_decode=True, query_len=1))
-        modes |= {decision.mode.name} if size <= 8 else set()
-        with torch.no_grad():
-            torch.testing.assert_close(
-                prepared.run(decision, x, slots, real), expected(x, slots, real)
-            )
+        x, slots = torch.randn(size, WIDTH), torch.randperm(SLOTS - 1)[:size] + 1
+        mode = right_step(prepared, expected, x, slots, torch.ones(size))
+        modes |= {mode} if size <= 8 else set()
         for layer, other in zip(model.layers, expected.layers, strict=True):
             torch.testing.assert_close(layer.cache[1:], other.cache[1:])
             torch.testing.assert_close(layer.state, other.state)

@@ -197,26 +197,28 @@ def test_decode_of_different_query_lengths_up_to_a_bound(engine):
     assert it.step(Batch(7, 2, is_decode=True, max_query_len=4)).mode is PIECEWISE
 
 
-def test_the_number_of_micro_batches_is_in_the_key(engine):
-    it = engine("FULL", variants={"axes": (Axis("micro_batches", (1, 2)),)})
-    for micro in (2, 1, 2):
-        decision = it.step(Batch(5, 2, axes={"micro_batches": micro}), Host(0, micro))
-        assert (decision.mode, decision.descriptor.axes) == (FULL, (("micro_batches", micro),))
-    missing = it.step(Batch(5, 2, axes={"micro_batches": 3}), Host(0, 3))
-    assert (missing.mode, missing.reason) == (NONE, Reason.AXIS)
-    with pytest.raises(BatchInvalid, match="micro_batches"):
+MICRO_BATCHES = Axis("micro_batches", (1, 2))
+PREFIX_CHUNKS = Axis("prefix_chunks", (0, 1, 4), rounds_up=True)
+"""A graph that loops over more chunks than a step has is right: the others are empty."""
+
+
+@pytest.mark.parametrize(
+    ("axis", "numbers"),
+    [
+        (MICRO_BATCHES, {2: 2, 1: 1, 3: None}),
+        (PREFIX_CHUNKS, {0: 0, 1: 1, 2: 4, 4: 4, 5: None}),
+    ],
+)
+def test_the_number_of_micro_batches_or_prefix_chunks_is_in_the_key(engine, axis, numbers):
+    it = engine("FULL", variants={"axes": (axis,)})
+    for number, captured in [*numbers.items()] * 2:
+        decision = it.step(Batch(5, 2, axes={axis.name: number}), Host(**{axis.name: number}))
+        if captured is None:
+            assert (decision.mode, decision.reason) == (NONE, Reason.AXIS)
+        else:
+            assert (decision.mode, decision.descriptor.axes) == (FULL, ((axis.name, captured),))
+    with pytest.raises(BatchInvalid, match=axis.name):
         it.step(Batch(5, 2))
-
-
-def test_the_number_of_prefix_chunks_is_in_the_key(engine):
-    """A graph that loops over more chunks than a step has is right: the others are empty."""
-    it = engine("FULL", variants={"axes": (Axis("prefix_chunks", (0, 1, 4), rounds_up=True),)})
-    for chunks, captured in ((0, 0), (1, 1), (2, 4), (4, 4), (0, 0)):
-        batch = Batch(5, 2, axes={"prefix_chunks": chunks})
-        decision = it.step(batch, Host(prefix_chunks=chunks))
-        assert (decision.mode, decision.descriptor.axes) == (FULL, (("prefix_chunks", captured),))
-    missing = it.step(Batch(5, 2, axes={"prefix_chunks": 5}), Host(prefix_chunks=5))
-    assert (missing.mode, missing.reason) == (NONE, Reason.AXIS)
 
 
 @pytest.mark.parametrize("host", [Host(micro_batches=2), Host(prefix_chunks=2), Host(loras=2)])
@@ -244,27 +246,6 @@ def test_lazy_captures_a_graph_of_an_allowed_mode(engine):
     it = engine(strategy="lazy", graph_sizes=(4, 8))
     decisions = [it.step(decode(3), excluded_modes={FULL}) for _ in range(3)]
     assert (decisions[-1].mode, decisions[-1].descriptor.num_tokens) == (PIECEWISE, 4)
-
-
-def test_another_ranks_decision_is_followed(engine):
-    it = engine()
-    wide = it.prepared.dispatch(decode(8))
-    followed = it.prepared.dispatcher.follow(wide.graph_index, decode(3))
-    x = torch.randn(3, HIDDEN)
-    result = it.prepared.run(followed, x, metadata=Host())
-    assert torch.equal(result, (x * it.model.scale + x * it.model.scale).relu())
-    assert (followed.graph_index, followed.reason) == (wide.graph_index, Reason.RANK_DECISION)
-
-
-def test_a_rank_without_requests_runs_the_step_of_the_others(engine):
-    it = engine()
-    for batch in (decode(3), Batch(5, 2), Batch(20, 2)):
-        decision = it.step(batch)
-        followed = it.prepared.dispatcher.follow(decision.graph_index, Batch(0, 0))
-        result = it.prepared.run(followed, torch.empty(0, HIDDEN), metadata=Host())
-        assert result.shape == (0, HIDDEN)
-    steps = {(row["mode"], row["num_tokens"]): row["count"] for row in it.prepared.usage.rows()}
-    assert steps == {("FULL", 4): 2, ("PIECEWISE", 8): 2, ("NONE", 20): 1, ("NONE", 1): 1}
 
 
 def random_settings(draw):

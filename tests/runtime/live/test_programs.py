@@ -7,24 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._higher_order_ops.scan import scan
 
 import piecegraph as pg
 from piecegraph.errors import GuardUnproved, ResultFormUnknown, Specialized
 
-from ..conftest import small_config
+from ..conftest import Computes, captured, right_step
 
 pytestmark = pytest.mark.compile
-
-
-class Body(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        self.body = body
-
-    def forward(self, x):
-        return self.body(x)
 
 
 def asserted(condition, check=torch._check):
@@ -52,12 +43,8 @@ WAYS = {
 
 
 def prepared(body, **settings):
-    made = pg.prepare(
-        Body(body),
-        small_config(capture_sizes=(2, 8), **{"compiler": "inductor", **settings}),
-    )
-    made.capture(lambda descriptor, mode: None)
-    return made
+    settings = {"compiler": "inductor", "capture_sizes": (2, 8), **settings}
+    return captured(Computes(body), metadata_for=lambda descriptor, mode: None, **settings)
 
 
 def full_step(model, x):
@@ -92,8 +79,7 @@ def test_full_graphs_of_programs(name):
     for way in ways:
         model = prepared(body, **way)
         for rows in (2, 8, 2):
-            x = torch.randn(rows, 4)
-            torch.testing.assert_close(full_step(model, x), body(x))
+            assert right_step(model, body, torch.randn(rows, 4)) == "FULL"
 
 
 def beside_a_scan(x):
@@ -114,10 +100,7 @@ def inside_a_cond(x):
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("body", [beside_a_scan, inside_a_scan, inside_a_cond])
 def test_a_number_of_tokens_beside_or_inside_an_operator_of_higher_order_is_seen(body, way):
-    model = prepared(body, **way)
-    x = torch.full((3, 4), 100.0)
-    decision = model.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
-    torch.testing.assert_close(model.run(decision, x), body(x))
+    right_step(prepared(body, **way), body, torch.full((3, 4), 100.0))
 
 
 def test_rows_of_a_scan_are_padded_where_none_takes_a_number_of_tokens(caplog):
@@ -126,11 +109,9 @@ def test_rows_of_a_scan_are_padded_where_none_takes_a_number_of_tokens(caplog):
         return x + scan(lambda c, y: (c + y, c * y + zeros), x[:, 0] * 0, x.t())[1].t()
 
     with caplog.at_level("INFO"):
-        model, x = prepared(body, compiler="eager"), torch.randn(3, 4)
+        model = prepared(body, compiler="eager")
     assert "rows_unchecked" not in caplog.text
-    decision = model.dispatch(pg.Batch(3, 3, is_decode=True, query_len=1))
-    assert decision.mode is pg.RuntimeMode.FULL
-    torch.testing.assert_close(model.run(decision, x), body(x))
+    assert right_step(model, body, torch.randn(3, 4)) == "FULL"
 
 
 def test_an_assertion_on_values_holds_in_each_replay():

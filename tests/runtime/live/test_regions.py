@@ -10,18 +10,16 @@ from torch import nn
 
 from piecegraph import (
     Batch,
-    Config,
     ForwardContext,
     break_graph,
     forward_context,
     get_forward_context,
-    prepare,
 )
 from piecegraph.errors import WorkAfterSeal
 from piecegraph.torch_compat.basics.tensors import LightDispatchMode
 from tests.processes import output_of
 
-from ..conftest import strict_backend
+from ..conftest import captured
 
 pytestmark = pytest.mark.compile
 
@@ -72,17 +70,11 @@ class Regions(nn.Module):
 
 
 def prepared_for(model, **settings):
-    config = Config(
-        compile=False,
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        capture_sizes=(2, 4, 8),
-        graph_mode="PIECEWISE",
-        **{"cache": False, **settings},
+    metadata = {"scale": torch.tensor(1.0)}
+    settings = {"compile": False, "graph_mode": "PIECEWISE", **settings}
+    return captured(
+        model, 16, metadata_for=lambda *_: metadata, capture_sizes=(2, 4, 8), **settings
     )
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
-    return prepared
 
 
 def is_right(prepared, model, size):

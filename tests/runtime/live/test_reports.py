@@ -15,16 +15,11 @@ from torch import nn
 from piecegraph import Batch, Config, RuntimeMode, prepare
 from piecegraph.errors import ArgumentFixed, InputMismatch
 
+from ..conftest import captured, small_config
 
-def served(model, metadata=None, **settings):
-    made = {
-        "compile": False, "inputs": {"x": "float32[num_tokens, 4]"}, "max_num_tokens": 8,
-        "max_num_reqs": 8, "graph_mode": "FULL", "attention": {"support": "ALWAYS"},
-        "cache": False,
-    }  # fmt: skip
-    prepared = prepare(model, Config(**made | settings))
-    prepared.capture(lambda descriptor, mode: metadata)
-    return prepared
+
+def served(model, **settings):
+    return captured(model, **{"compile": False, **settings})
 
 
 class Deepstack(nn.Module):
@@ -84,10 +79,10 @@ def test_vllm_55341_graphs_keep_the_memory_that_grew_under_them_and_say_so():
 @pytest.mark.parametrize("query_len", [1, 2, 3])
 @pytest.mark.parametrize("most", [3, 6, 7, 13, 40])
 def test_ascend_16049_the_largest_batches_have_graphs_whatever_the_limit(most, query_len):
-    prepared = served(
-        nn.Identity(), inputs={"input": "float32[num_tokens, 4]"}, max_num_reqs=most,
-        max_num_tokens=64, variants={"query_lens": (query_len,)}, graph_mode="FULL_DECODE_ONLY",
-    )  # fmt: skip
+    inputs, variants = {"input": "float32[num_tokens, 4]"}, {"query_lens": (query_len,)}
+    config = small_config(64, inputs=inputs, variants=variants, graph_mode="FULL_DECODE_ONLY")
+    prepared = prepare(nn.Identity(), config.changed(compile=False, max_num_reqs=most))
+    prepared.capture()
     for requests in range(1, min(most, 64 // query_len) + 1):
         batch = Batch(requests * query_len, requests, is_decode=True, query_len=query_len)
         assert prepared.dispatch(batch).mode is RuntimeMode.FULL

@@ -13,7 +13,7 @@ from piecegraph import Batch, Events, prepare
 from piecegraph.compile.plan.result_forms import checked_link
 from piecegraph.errors import AllCapturesFailed, ResultNotAsTraced
 
-from ..conftest import small_config
+from ..conftest import right_step, small_config
 
 LIES = {
     "wider": (lambda x: (x + 1).double(), r"float64\[\d, 4\].* told the trace float32\[\d, 4\]"),
@@ -35,13 +35,8 @@ def told(x):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ops():
-    library = torch.library.Library("told_tests", "DEF")
-    library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: OP["op"](x), "CPU")
-    torch.library.register_fake("told_tests::op", told, lib=library)
-    yield
-    library._destroy()
+def op(temporary_op):
+    temporary_op("told_tests::op", "(Tensor x) -> Tensor", lambda x: OP["op"](x), told)
 
 
 class Model(nn.Module):
@@ -50,9 +45,18 @@ class Model(nn.Module):
 
 
 def config(mode, **settings):
-    return small_config(
-        16, splitting_ops=("told_tests::op",), capture_sizes=(3,), graph_mode=mode
-    ).changed(**settings)
+    config = small_config(16, splitting_ops=("told_tests::op",), graph_mode=mode)
+    return config.changed(**{"capture_sizes": (3,), **settings})
+
+
+def serves(rows=3, layers=None):
+    """In graphs, with the operator's own results."""
+    settings = config("PIECEWISE", capture_sizes=(rows,))
+    prepared = prepare(Model(), settings, layers=layers)
+    prepared.capture()
+    for _ in range(2):
+        mode = right_step(prepared, lambda x: x * 2 + 2, torch.rand(rows, 4))
+        assert mode == "PIECEWISE"
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
@@ -87,11 +91,7 @@ def test_each_capture_compares_what_splitting_ops_return(monkeypatch, mode):
 def test_what_is_as_told_serves(monkeypatch):
     """A dimension of one element has any stride."""
     monkeypatch.setitem(OP, "op", lambda x: x.t().contiguous().t())
-    prepared = prepare(Model(), config("PIECEWISE", capture_sizes=(1,)))
-    prepared.capture()
-    for num_tokens in (1, 1):
-        x = torch.rand(num_tokens, 4)
-        assert torch.equal(prepared(x, batch=Batch(num_tokens, 1)), x * 2 + 2)
+    serves(rows=1)
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
@@ -121,19 +121,13 @@ def test_a_cache_that_an_op_reaches_by_name_may_be_of_any_size(monkeypatch):
     """Of one above 64 KiB writes are compared that torch counts, but not below a mode."""
     layer = SimpleNamespace(cache=torch.zeros(1 << 15))
     monkeypatch.setitem(OP, "op", lambda x: x.clone() + 0 * layer.cache.add_(1)[0])
-    prepared = prepare(Model(), config("PIECEWISE"), layers={"attention": layer})
-    prepared.capture()
-    x = torch.rand(3, 4)
-    assert torch.equal(prepared(x, batch=Batch(3, 3)), x * 2 + 2)
+    serves(layers={"attention": layer})
 
 
 def test_a_splitting_op_may_return_its_argument(monkeypatch):
     """No compiled code holds both."""
     monkeypatch.setitem(OP, "op", lambda x: x)
-    prepared = prepare(Model(), config("PIECEWISE"))
-    prepared.capture()
-    x = torch.rand(3, 4)
-    assert torch.equal(prepared(x, batch=Batch(3, 3)), x * 2 + 2)
+    serves()
 
 
 def test_an_assertion_of_compiled_code_names_the_op_and_its_line():

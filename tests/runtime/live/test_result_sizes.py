@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, prepare
+from piecegraph import Batch
 from piecegraph.errors import NotPortable, ResultFormUnknown, ReturnsShape
 
-from ..conftest import small_config, strict_backend
+from ..conftest import Computes, captured, right_step
 
 pytestmark = pytest.mark.compile
 
@@ -20,20 +20,10 @@ FORMS = {
 }
 
 
-class Formed(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.form = form
-
-    def forward(self, x):
-        return self.form(x)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_are_cut_only_where_the_form_is_the_same_for_all_sizes(form):
-    config = small_config(16, compile=False, capture_sizes=(1, 2, 4, 8, 16))
-    prepared = prepare(Formed(FORMS[form]), config, backend=strict_backend())
-    prepared.capture()
+    sizes = (1, 2, 4, 8, 16)
+    prepared = captured(Computes(FORMS[form]), 16, compile=False, capture_sizes=sizes)
     modes = set()
     for n in range(1, 17):
         x = torch.randn(n, 4)
@@ -48,16 +38,14 @@ def test_values_that_are_other_ones_for_some_sizes_are_refused():
     def form(x):
         return x * 2, min(x.shape[0], 4)
 
-    config = small_config(16, compile=False)
     with pytest.raises(ResultFormUnknown, match="other values beside its tensors"):
-        prepare(Formed(form), config, backend=strict_backend())
+        captured(Computes(form), 16, compile=False)
 
 
 def test_values_that_only_a_step_has_are_refused_there():
-    model = Formed(lambda x: (x * 2, model.name))
+    model = Computes(lambda x: (x * 2, model.name))
     model.name = "first"
-    config = small_config(16, compile=False, graph_mode="NONE")
-    prepared = prepare(model, config, backend=strict_backend())
+    prepared = captured(model, 16, compile=False, graph_mode="NONE")
     assert prepared(torch.ones(2, 4), batch=Batch(2, 1))[1] == "first"
     model.name = "second"
     with pytest.raises(ResultFormUnknown, match="other values beside its tensors"):
@@ -75,8 +63,8 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sizes_that_a_traced_model_returns_are_those_of_the_step(sizes):
-    model = Formed(lambda x: {"y": x * 2, "sizes": SIZES[sizes](x)})
-    prepared = prepare(model, small_config(16, graph_mode="NONE"), backend=strict_backend())
+    model = Computes(lambda x: {"y": x * 2, "sizes": SIZES[sizes](x)})
+    prepared = captured(model, 16, graph_mode="NONE")
     for n in (3, 16, 1):
         x = torch.randn(n, 4)
         result = prepared(x, batch=Batch(n, 1))
@@ -85,9 +73,9 @@ def test_sizes_that_a_traced_model_returns_are_those_of_the_step(sizes):
 
 def test_the_shape_of_an_argument_is_refused_as_a_result():
     """Dynamo reads it from the argument, which in a trace is the example."""
-    model = Formed(lambda x: (x * 2, {"shape": x.shape}))
+    model = Computes(lambda x: (x * 2, {"shape": x.shape}))
     with pytest.raises(ReturnsShape, match=r"tuple\(x\.shape\)"):
-        prepare(model, small_config(16, graph_mode="NONE"), backend=strict_backend())
+        captured(model, 16, graph_mode="NONE")
 
 
 NUMBERS = {
@@ -103,9 +91,8 @@ NUMBERS = {
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_numbers_computed_from_sizes_are_those_of_the_step(numbers):
-    model = Formed(lambda x: {"y": x * 2, "numbers": NUMBERS[numbers](x.shape[0])})
-    prepared = prepare(model, small_config(16, capture_sizes=(4, 16)), backend=strict_backend())
-    prepared.capture()
+    model = Computes(lambda x: {"y": x * 2, "numbers": NUMBERS[numbers](x.shape[0])})
+    prepared = captured(model, 16, capture_sizes=(4, 16))
     for n in (3, 16, 1, 4, 7):
         x = torch.randn(n, 4)
         decision = prepared.dispatch(Batch(n, n, is_decode=True, query_len=1))
@@ -125,15 +112,11 @@ def test_a_number_that_is_returned_and_read_after_a_splitting_op(temporary_op):
         y = torch.ops.result_sizes.twice(x * share)
         return y * share + int(share), share, torch.scalar_tensor(share, dtype=torch.float64)
 
-    config = small_config(16, graph_mode="NONE", splitting_ops=(twice,))
-    prepared = prepare(Formed(form), config, backend=strict_backend())
-    assert [step.args for step in prepared.compiled.plan.steps if step.kind == "piece"] == [
-        ("i0", "s0"),
-        ("t1", "s0"),
-    ]
+    prepared = captured(Computes(form), 16, graph_mode="NONE", splitting_ops=(twice,))
+    pieces = [step.args for step in prepared.compiled.plan.steps if step.kind == "piece"]
+    assert pieces == [("i0", "s0"), ("t1", "s0")]
     for n in (3, 16, 1):
-        x = torch.randn(n, 4)
-        torch.testing.assert_close(prepared(x, batch=Batch(n, 1)), form(x))
+        right_step(prepared, form, torch.randn(n, 4))
 
 
 @torch.compiler.allow_in_graph
@@ -146,5 +129,5 @@ def test_a_number_of_a_function_that_no_plan_can_call_is_refused_with_the_line()
         return x * 2, half(x.shape[0])
 
     with pytest.raises(NotPortable, match=r"number of half\(\)") as caught:
-        prepare(Formed(form), small_config(16, graph_mode="NONE"), backend=strict_backend())
+        captured(Computes(form), 16, graph_mode="NONE")
     assert caught.value.where == f"{__file__}:{form.__code__.co_firstlineno + 1}"

@@ -19,15 +19,13 @@ from piecegraph.errors import (
 )
 from piecegraph.runtime.capture import installed_graph
 
-from ..conftest import small_config, strict_backend
+from ..conftest import Computes, captured
 
 DECODE = Batch(2, 2, is_decode=True, query_len=1)
 
 
 def ready(serve, **settings):
-    served = serve(**settings)
-    served.prepared.capture()
-    return served
+    return serve(**settings).capture()
 
 
 def run(served, lengths=(1, 1)):
@@ -71,9 +69,7 @@ INPUTS = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]", "table": "f
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
 def test_arguments_that_are_only_returned_are_the_callers_own(mode):
-    settings = {"inputs": INPUTS, "max_num_tokens": 8, "compiler": "eager", "graph_mode": mode}
-    prepared = prepare(Passing(), Config(**settings), backend=strict_backend())
-    prepared.capture()
+    prepared = captured(Passing(), inputs=INPUTS, graph_mode=mode)
     for size in (3, 8, 3):
         x, ids, table = torch.randn(size, 4), torch.arange(size), torch.randn(3, 2).t()
         result = prepared(x, ids, table, batch=Batch(size, 1))
@@ -83,23 +79,16 @@ def test_arguments_that_are_only_returned_are_the_callers_own(mode):
         assert torch.equal(result["own"], x * 2)
 
 
-class Draft(nn.Module):
-    """Returns what it was given beside what comes next, as a draft loop of two lengths does."""
-
-    def forward(self, x):
-        return x * 2 + 1, x
-
-
 def test_a_result_that_is_passed_on_and_returned_is_that_of_its_own_step():
-    config = small_config(8, capture_sizes=(2, 4))
-    prepared = prepare(Draft(), config, backend=strict_backend())
-    prepared.capture()
+    """What was given is returned beside what comes next, as by a draft loop of two lengths."""
+    draft = Computes(lambda x: (x * 2 + 1, x))
+    prepared = captured(draft, capture_sizes=(2, 4))
     got = x = torch.randn(4, 4)
     for rows in (4, 4, 2, 2):
         got, x = got[:rows], x[:rows]
         batch = Batch(rows, rows, is_decode=True, query_len=1)
         assert prepared.dispatch(batch).mode.name == "FULL"
-        (got, given), (x, expected) = prepared(got, batch=batch), Draft()(x)
+        (got, given), (x, expected) = prepared(got, batch=batch), draft(x)
         assert torch.equal(given, expected)
         assert torch.equal(got, x)
 
@@ -229,6 +218,9 @@ def test_an_idle_rank_runs_a_step_of_padding(serve):
         result = served.prepared.run(decision, torch.zeros(0, 4))
         assert result.shape == (0, 4)
     assert [d.num_tokens for d in seen[:-1]] == [e.descriptor.num_tokens for e in plan.entries]
+    steps = {(row["mode"], row["num_tokens"]) for row in served.prepared.usage.rows()}
+    sizes = {(entry.mode.name, entry.descriptor.num_tokens) for entry in plan.entries}
+    assert steps == sizes | {("NONE", 1)}
     assert torch.equal(*run(served))
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 
-from piecegraph import Batch, Config, prepare
+from piecegraph import Config, prepare
 from piecegraph.compile.guards.tolerance import differences, precision
 from piecegraph.runtime.parts.proof import row_trials
 from piecegraph.runtime.parts.proof.op_rows import beyond
@@ -16,7 +16,7 @@ from piecegraph.runtime.parts.proof.row_mixing import find_mixed_rows
 from piecegraph.runtime.parts.proof.row_trials import other_size
 from tests.seen_collectives import Collectives
 
-from ..conftest import small_config, strict_backend
+from ..conftest import captured, right_step, small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -52,23 +52,17 @@ ROW_WISE = {
 }
 
 
+INPUTS = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"}
+
+
 def prepared_for(last, **settings):
     model = Model(last)
-    inputs = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"}
-    config = small_config(16, inputs=inputs, capture_sizes=(2, 4, 8), **settings)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
-    return prepared, model
+    return captured(model, 16, inputs=INPUTS, capture_sizes=(2, 4, 8), **settings), model
 
 
-def modes_of_right_steps(prepared, model):
-    modes = []
-    for num_tokens in (3, 4, 7, 8):
-        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
-        decision = prepared.dispatch(Batch(num_tokens, num_tokens))
-        torch.testing.assert_close(prepared.run(decision, x, ids), model(x, ids))
-        modes.append(decision.mode.name)
-    return modes
+def modes_of_right_steps(prepared, model, sizes=(3, 4, 7, 8)):
+    inputs = ((torch.randn(size, 4), torch.randint(9, (size,))) for size in sizes)
+    return [right_step(prepared, model, *each) for each in inputs]
 
 
 @pytest.mark.parametrize("case", MIXING)
@@ -177,14 +171,10 @@ def test_padding_that_points_to_a_request_of_a_full_batch_is_found():
             return torch.zeros(bias.shape[0], 4).index_add(0, request, x + 1) + bias
 
     inputs = {"x": "float32[num_tokens, 4]", "request": "int64[num_tokens]"}
+    inputs["bias"] = "float32[num_reqs, 4]"
+    config = small_config(inputs=inputs, steps={"padding": {"request": 5}}, compile=False)
     for max_num_reqs in (5, 6):
-        config = small_config(
-            inputs=inputs | {"bias": "float32[num_reqs, 4]"},
-            steps={"padding": {"request": 5}},
-            compile=False,
-            capture_sizes=(8,),
-        )
-        config = config.changed(max_num_reqs=max_num_reqs)
+        config = config.changed(max_num_reqs=max_num_reqs, capture_sizes=(8,))
         found = prepare(Added(), config, backend=strict_backend()).report()["rows_mixed"]
         assert [each["end"] for each in found] == [None] * (max_num_reqs == 6)
 
@@ -223,18 +213,12 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("compile", [True, False])
 def test_statistics_of_a_batch_norm_are_those_of_its_steps(compile, training):
-    model, plain = Normed(training), Normed(training)
-    inputs = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"}
-    tracing = {"min_num_tokens": 2}
-    config = small_config(inputs=inputs, capture_sizes=(2, 4), compile=compile, tracing=tracing)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
+    model, plain, sizes = Normed(training), Normed(training), {"capture_sizes": (2, 4)}
+    sizes["tracing"] = {"min_num_tokens": 2}
+    prepared = captured(model, inputs=INPUTS, compile=compile, **sizes)
     written = [each["result"] for each in prepared.report()["rows_mixed"]]
     assert written == ["norm.running_mean"] * training
-    for num_tokens in (3, 4, 4):
-        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
-        result = prepared(x, ids, batch=Batch(num_tokens, 1))
-        torch.testing.assert_close(result, plain(x, ids))
+    modes_of_right_steps(prepared, plain, (3, 4, 4))
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(model.get_buffer(name), buffer)
 
@@ -247,39 +231,6 @@ def test_the_check_leaves_no_trace():
     torch.manual_seed(1)
     Model(ROW_WISE["random"])
     assert torch.equal(torch.rand(3), drawn)
-
-
-NUMBERS = {
-    "clamp": lambda x, ids: x.clamp(max=x.shape[0]),
-    "remainder": lambda x, ids: x + (ids % x.shape[0])[:, None],
-    "subtracted": lambda x, ids: (x - x.shape[0]).relu(),
-    "compared": lambda x, ids: torch.where(x > x.shape[0], 1.0, x),
-    "read in Python": lambda x, ids: x + torch.minimum(ids, torch.tensor(x.shape[0]))[:, None],
-}
-
-
-class OfNumbers(nn.Module):
-    def __init__(self, last):
-        super().__init__()
-        self.last = last
-
-    def forward(self, x, ids):
-        return self.last(x, ids)
-
-
-@pytest.mark.parametrize("compile", [True, False])
-@pytest.mark.parametrize("case", NUMBERS)
-def test_a_number_of_tokens_that_some_data_hides_is_that_of_the_batch(case, compile):
-    """No run decides on it, also where one size alone is served by a graph of another."""
-    model, inputs = OfNumbers(NUMBERS[case]), {"x": "float32[num_tokens, 4]"}
-    inputs["ids"] = "int64[num_tokens]"
-    config = small_config(16, inputs=inputs, capture_sizes=(2, 4, 8), compile=compile)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
-    for num_tokens in (1, 2, 3, 5, 6):
-        x, ids = torch.full((num_tokens, 4), 7.0), torch.full((num_tokens,), 7)
-        result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
-        torch.testing.assert_close(result, model(x, ids))
 
 
 HIDING = {
@@ -330,37 +281,24 @@ def test_operators_that_cannot_be_run_alone_are_said(monkeypatch, mixes):
 
 
 def find_mixed_rows_of(model, **settings):
-    config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
-    config = config.changed(
-        compiler="eager", cache=False, graph_mode="FULL", attention={"support": 3}, **settings
-    )
+    config = Config(inputs=INPUTS, compiler="eager", cache=False, graph_mode="FULL")
+    config = config.changed(attention={"support": 3}, **settings)
     return prepare(model, config).report()["rows_mixed"]
-
-
-OPS = torch.library.Library("row_mixing", "FRAGMENT")
-OPS.define("times(Tensor x, SymInt n) -> Tensor")
-OPS.define("times_int(Tensor x, int n) -> Tensor")
-for name in ("times", "times_int"):
-    OPS.impl(name, lambda x, n: x * n, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"row_mixing::{name}", lambda x, n: torch.empty_like(x), lib=OPS)
-OPS.define("scale_into(Tensor x, SymInt n, Tensor(a!) out) -> ()")
 
 
 def scale_into(x, n, out):
     out.copy_(x * (1 + n / 1000))  # no run of two sizes shows such a difference
 
 
-OPS.impl("scale_into", scale_into, "CompositeExplicitAutograd")
-torch.library.register_fake("row_mixing::scale_into", lambda x, n, out: None, lib=OPS)
-OPS.define("attend(Tensor query, Tensor(a!) output) -> ()")
-
-
-def attend(query, output):
-    output.copy_(query)
-
-
-OPS.impl("attend", attend, "CompositeExplicitAutograd")
-torch.library.register_fake("row_mixing::attend", lambda query, output: None, lib=OPS)
+@pytest.fixture(scope="module", autouse=True)
+def ops(temporary_op):
+    for name, kind in (("times", "SymInt"), ("times_int", "int")):
+        schema, times = f"(Tensor x, {kind} n) -> Tensor", lambda x, n: x * n
+        temporary_op(f"row_mixing::{name}", schema, times, lambda x, n: torch.empty_like(x))
+    schema = "(Tensor x, SymInt n, Tensor(a!) out) -> ()"
+    temporary_op("row_mixing::scale_into", schema, scale_into)
+    schema = "(Tensor query, Tensor(a!) output) -> ()"
+    temporary_op("row_mixing::attend", schema, lambda query, output: output.copy_(query))
 
 
 class Attention(nn.Module):
@@ -383,10 +321,7 @@ def test_a_number_of_tokens_that_a_splitting_op_is_given_is_that_of_the_batch(op
     call = getattr(torch.ops.row_mixing, op)
     settings = {"compile": compile, "splitting_ops": (f"row_mixing::{op}",)}
     prepared, model = prepared_for(lambda y: call(y, y.shape[0]) + 1, **settings)
-    for num_tokens in (1, 2, 3, 4, 7):
-        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
-        result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
-        torch.testing.assert_close(result, model(x, ids))
+    modes_of_right_steps(prepared, model, (1, 2, 3, 4, 7))
     found = prepared.report()["rows_mixed"]
     assert found
     assert all("test_row_mixing.py:" in each["where"] for each in found)
@@ -402,10 +337,7 @@ def test_a_number_of_tokens_is_seen_in_an_op_that_returns_nothing(then, splits):
 
     splitting_ops = ("row_mixing::scale_into",) if splits else ()
     prepared, model = prepared_for(scaled, splitting_ops=splitting_ops)
-    for num_tokens in (1, 3, 4, 7):
-        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
-        result = prepared(x, ids, batch=Batch(num_tokens, num_tokens))
-        torch.testing.assert_close(result, model(x, ids))
+    modes_of_right_steps(prepared, model, (1, 3, 4, 7))
     assert prepared.report()["rows_mixed"]
 
 
@@ -452,24 +384,14 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("limits", [(1, 8), (0, 4), (0, 2), (1, 2)])
 @pytest.mark.parametrize("lookup", ["", "index", "compare"])
 def test_padding_of_another_size_reaches_no_row(lookup, limits):
-    config = small_config(
-        inputs={
-            "x": "float32[num_tokens, 4]",
-            "image": "float32[num_patches, 4]",
-            "places": "int64[num_tokens]",
-        },
-        tracing={"symbol_limits": {"num_patches": limits}},
-        capture_sizes=(4, 8),
-    )
-    model = Attends(lookup)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
+    inputs = {"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]"}
+    inputs["places"] = "int64[num_tokens]"
+    model, tracing = Attends(lookup), {"symbol_limits": {"num_patches": limits}}
+    prepared = captured(model, inputs=inputs, tracing=tracing, capture_sizes=(4, 8))
     found = prepared.report()["rows_mixed"]
     assert [each["size"] for each in found] == ([] if lookup else ["num_patches"])
-    x, image, places = torch.randn(3, 4), torch.randn(2, 4), torch.randint(2, (3,))
-    decision = prepared.dispatch(Batch(3, 1))
-    assert decision.mode.name == ("FULL" if lookup else "NONE")
-    torch.testing.assert_close(prepared.run(decision, x, image, places), model(x, image, places))
+    inputs = torch.randn(3, 4), torch.randn(2, 4), torch.randint(2, (3,))
+    assert right_step(prepared, model, *inputs) == ("FULL" if lookup else "NONE")
 
 
 OTHER_SIZE = {
@@ -491,20 +413,14 @@ def test_no_use_of_another_size_is_silently_wrong(case, compiles):
             return form(x + 1, image)
 
     most, form = OTHER_SIZE[case]
-    config = small_config(
-        inputs={"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]"},
-        tracing={"symbol_limits": {"num_patches": (1, most)}},
-        capture_sizes=(4,),
-        graph_mode="FULL",
-        compile=compiles,
+    inputs = {"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]"}
+    tracing = {"symbol_limits": {"num_patches": (1, most)}}
+    prepared = captured(
+        Uses(), inputs=inputs, tracing=tracing, capture_sizes=(4,), compile=compiles
     )
-    prepared = prepare(Uses(), config, backend=strict_backend())
-    prepared.capture()
     assert bool(prepared.recordings()) == (case == "a choice that is none")
-    for sizes in ((4, 1), (4, 4), (4, most)):
-        x, image = torch.randn(4, 4), torch.randn(min(sizes[1], most), 4)
-        result = prepared.run(prepared.dispatch(Batch(4, 1)), x, image)
-        torch.testing.assert_close(result, form(x + 1, image))
+    for patches in (1, 4, most):
+        right_step(prepared, Uses(), torch.randn(4, 4), torch.randn(min(patches, most), 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -11,22 +11,11 @@ import shutil
 import pytest
 
 from piecegraph.cache.directory import DirectoryLayer
-from piecegraph.compile.ir import registered_compilers as registry
 from tests.processes import PYTHON, output_of
 
-from .conftest import LENGTHS, Model, Texts
+from .conftest import LENGTHS, Model
 
 pytestmark = pytest.mark.compile
-
-
-@pytest.fixture
-def before_code(monkeypatch):
-    """`before_code(function)`: called in the thread before each piece is compiled."""
-
-    def set_it(function):
-        monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=function)])
-
-    return set_it
 
 
 def state(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -32,7 +33,7 @@ from piecegraph.tools.steps import StepRecorder, load_steps
 
 from ..conftest import strict_backend
 
-pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache")]
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache", "mix_op")]
 
 HIDDEN, LAYERS, MOST = 4, 3, 16
 ROWS = f"float32[num_tokens, {HIDDEN}]"
@@ -40,15 +41,6 @@ IDS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 EMBEDS = {"input_ids": None, "positions": "int64[num_tokens]", "inputs_embeds": ROWS}
 DEEPSTACK = {**EMBEDS, "deepstack.0": ROWS, "deepstack.1": ROWS}
 FORMS = (IDS, EMBEDS, DEEPSTACK)
-
-
-def mix(x, out):
-    out.copy_(x.cumsum(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def op(temporary_op):
-    return temporary_op("form_tests::mix", "(Tensor x, Tensor(a!) out) -> ()", mix)
 
 
 class Decoder(nn.Module):
@@ -62,19 +54,13 @@ class Decoder(nn.Module):
         self.layers = nn.ParameterList(torch.rand(HIDDEN) for _ in range(LAYERS))
         self.requires_grad_(False)
 
-    def forward(
-        self,
-        input_ids,
-        positions,
-        inputs_embeds=None,
-        deepstack=None,
-    ):
+    def forward(self, input_ids, positions, inputs_embeds=None, deepstack=None):
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds * self.gate
         x = x + positions[:, None]
         for number, weight in enumerate(self.layers):
             y = (x * weight).sin()
             out = torch.empty_like(y)
-            torch.ops.form_tests.mix(y, out)
+            torch.ops.live_tests.mix(y, out)
             x = x + out
             if deepstack is not None and number < len(deepstack):
                 x = x + deepstack[number]
@@ -84,7 +70,7 @@ class Decoder(nn.Module):
 def served(model=None, **settings):
     given: dict[str, Any] = {
         "inputs": FORMS,
-        "splitting_ops": ("form_tests::mix",),
+        "splitting_ops": ("live_tests::mix",),
         "max_num_tokens": MOST,
         "max_num_reqs": MOST,
         "compiler": "texts",
@@ -149,9 +135,8 @@ def test_a_thousand_mixed_steps_are_right(compiles):
 def test_a_call_of_no_form_lists_the_forms():
     prepared = served(graph_mode="NONE")
     wrong = call(1, 3) | {"input_ids": torch.arange(3)}
-    with pytest.raises(
-        CallFormUnknown, match="has input_ids, positions, inputs_embeds, which is"
-    ) as e:
+    named = "has input_ids, positions, inputs_embeds, which is"
+    with pytest.raises(CallFormUnknown, match=named) as e:
         prepared(**wrong, batch=batch(3))
     assert "0: input_ids, positions; 1: " in str(e.value)
     assert "2: inputs_embeds, positions, deepstack.0, deepstack.1" in str(e.value)
@@ -283,9 +268,8 @@ def test_a_wrong_graph_of_one_form_leaves_service_alone(tmp_path):
         step(prepared, form, 2, decode=True)
     (found,) = prepared.records.of(WrongStep)
     assert found.out_of_service == "graph"
-    assert graphs(prepared) == {f"{m} {n}": 3 for m in ("FULL", "PIECEWISE") for n in range(3)} | {
-        "FULL 1": 2
-    }
+    all_graphs = {f"{mode} {form}": 3 for mode in ("FULL", "PIECEWISE") for form in range(3)}
+    assert graphs(prepared) == {**all_graphs, "FULL 1": 2}
     (recorded,) = load_steps(found.file)
     assert recorded.batch.axes == {"form": 1}
 
@@ -354,23 +338,15 @@ class Single(Decoder):
         return super().forward(input_ids, positions, inputs_embeds, deepstack)
 
 
-def test_a_form_has_intervals_of_its_own():
-    prepared = served(Branching(), tracing={"guards": "split"})
-    counts = [len(form.traces()) for form in prepared.compiled.forms()]
-    assert counts == [1, 2, 2]
-    prepared.capture()
-    for form in range(3):
-        for size in (1, 3, 8, 9, 16):
-            step(prepared, form, size)
-
-
 def test_each_form_has_the_traces_that_its_guards_need():
-    for mode in ("NONE", "PIECEWISE"):
-        prepared = served(Single(), graph_mode=mode)
+    ways = ((Branching(), {"tracing": {"guards": "split"}}), (Single(), {}))
+    for model, settings in (*ways, (Single(), {"graph_mode": "NONE"})):
+        prepared = served(model, **settings)
         counts = [len(form.traces()) for form in prepared.compiled.forms()]
-        assert sorted(counts) == [1, 2, 2]
+        assert counts == [1, 2, 2]
         prepared.capture()
-        assert all(step(prepared, form, size) for form in range(3) for size in (1, 3, 9))
+        for form, size in itertools.product(range(3), (1, 3, 8, 9, 16)):
+            step(prepared, form, size)
 
 
 def test_the_next_start_loads_all_forms_from_one_bundle(tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
 from piecegraph import (
     Batch,
-    Config,
     GraphMode,
     RuntimeMode,
     get_forward_context,
@@ -31,7 +30,7 @@ from piecegraph.runtime.parts.proof.declared_writes import Stopped
 from piecegraph.runtime.parts.proof.step_runs import KeptStep
 from piecegraph.tools.steps import load_steps
 
-from ..conftest import small_config
+from ..conftest import Computes, captured, small_config
 from .conftest import HIDDEN, Gained, LiveServed, MixesRows, Model, Texts
 
 Prepare = Callable[..., LiveServed]
@@ -72,8 +71,7 @@ def compiled_wrong(patch, at=None):
 
 
 def test_right_steps_are_counted_and_change_nothing(prepare_live):
-    served = prepare_live(shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(shadow=EACH).capture()
     for _ in range(3):
         assert run(served, 3)
         assert run(served, 1, 1)
@@ -98,13 +96,11 @@ class LiesElsewhere(Model):
 def test_a_step_of_which_rounding_leaves_nothing_is_not_proved(prepare_live, monkeypatch):
     """Wrong results were within a tolerance that had no bound. What is equal is proved."""
     reason = "rounding alone changes all of row 0 of result 0"
-    served = prepare_live(model=LiesElsewhere(), shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(model=LiesElsewhere(), shadow=EACH).capture()
     assert run(served, 3)
     assert served.prepared.report()["shadow"]["skipped"] == {}
     compiled_wrong(monkeypatch)
-    served = prepare_live(model=LiesElsewhere(), shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(model=LiesElsewhere(), shadow=EACH).capture()
     assert not run(served, 3)
     facts = served.prepared.report()["shadow"]
     assert (facts["proved"], facts["wrong"], facts["stopped"]) == ([], [], None)
@@ -146,8 +142,7 @@ def test_a_default_device_of_the_engine_reaches_nothing(prepare_live):
 
 def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
     compiled_wrong(monkeypatch)
-    served = prepare_live(shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(shadow=EACH).capture()
     served.prepared.seal()
     assert run(served, 3)  # the wrong step has the uncompiled model's result
     wrong = the_wrong_step(served.prepared)
@@ -161,8 +156,7 @@ def test_wrong_code_is_replaced_by_the_model(prepare_live, monkeypatch):
 
 def test_a_proved_step_is_freed_without_garbage_collection(prepare_live):
     """It holds copies of all state that it wrote, and engines pause the collector."""
-    served = prepare_live(shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(shadow=EACH).capture()
     gc.collect()
     gc.disable()
     try:
@@ -189,8 +183,7 @@ def test_dummy_steps_of_an_engine_are_not_proved(prepare_live, monkeypatch):
 def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch):
     monkeypatch.setattr(assemble.row_mixing, "known_mixed_rows", lambda *_, **__: [])
     compiled_wrong(monkeypatch, at=4)
-    served = prepare_live(shadow=EACH, cache=False)
-    served.prepared.capture()
+    served = prepare_live(shadow=EACH, cache=False).capture()
     assert run(served, 2)
     assert run(served, 3)
     assert the_wrong_step(served.prepared).out_of_service == Cause.CODE
@@ -199,8 +192,7 @@ def test_a_kernel_wrong_at_one_size_takes_the_code_out(prepare_live, monkeypatch
 
 def test_a_wrong_step_says_what_changed(prepare_live, monkeypatch):
     monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)  # its turn comes later
-    served = prepare_live(Gained(2.0), shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(Gained(2.0), shadow=EACH).capture()
     assert run(served, 3)
     served.model.gain = 3.0
     assert run(served, 3)
@@ -239,8 +231,7 @@ def test_a_bundle_is_not_blamed_for_a_model_that_changed_since(prepare_live, mon
     off = CacheSettings(verify_bundle="off")
     prepare_live(Gained(2.0), cache=off)
     as_a_gpu = {"fail_on_moved_inputs": False}
-    served = prepare_live(Gained(2.0), replay=as_a_gpu, cache=off, shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(Gained(2.0), replay=as_a_gpu, cache=off, shadow=EACH).capture()
     change(served)
     assert run(served, 3)
     wrong = the_wrong_step(served.prepared)
@@ -253,8 +244,7 @@ def test_a_bundle_is_not_blamed_for_a_model_that_changed_since(prepare_live, mon
 
 def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, monkeypatch):
     compiled_wrong(monkeypatch)
-    served = serve_cold(shadow=EACH)
-    served.prepared.capture()
+    served = serve_cold(shadow=EACH).capture()
     served.prepared.parts.starts.wait_until_compiled()
     assert served.prepared.compiled.bundle is not None
     assert run(served, 3)
@@ -264,8 +254,7 @@ def test_a_wrong_bundle_that_was_compiled_beside_steps_is_put_aside(serve_cold, 
 
 def test_padding_that_leaks_takes_all_graphs_out(prepare_live, monkeypatch):
     monkeypatch.setattr(assemble.row_mixing, "known_mixed_rows", lambda *_, **__: [])
-    served = prepare_live(MixesRows(), shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(MixesRows(), shadow=EACH).capture()
     assert run(served, 3)
     wrong = the_wrong_step(served.prepared)
     assert wrong.out_of_service == Cause.GRAPHS
@@ -279,14 +268,16 @@ def as_decode(served):
     served.batch = lambda *lengths: Batch(sum(lengths), sum(lengths), True, 1)
 
 
-def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve, monkeypatch):
+@pytest.mark.parametrize("constant", ["starts", "gain"])
+def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(serve, monkeypatch, constant):
+    """A table that moved, which is MovedTensor if it is not stated to be constant, or a number."""
     served = serve(shadow=EACH)
-    # without it the step is MovedTensor
-    monkeypatch.setattr(type(served.stage), "graph_constants", ("starts",), raising=False)
+    monkeypatch.setattr(type(served.stage), "graph_constants", (constant,), raising=False)
     as_decode(served)
     served.prepared.capture()
     assert run(served, 2, 1)
-    served.stage.starts = served.stage.starts.clone()  # graphs read the first one
+    changed = {"starts": served.stage.starts.clone(), "gain": 2.0}
+    setattr(served.stage, constant, changed[constant])  # graphs have the first one
     assert run(served, 1, 2)
     wrong = the_wrong_step(served.prepared)
     assert (wrong.mode, wrong.out_of_service) == ("FULL", Cause.MODE)
@@ -295,22 +286,8 @@ def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve, monkeypatch)
     assert len(served.prepared.records.of(WrongStep)) == 1
 
 
-def test_a_wrong_graph_constant_takes_the_graphs_of_the_mode_out(serve, monkeypatch):
-    served = serve(shadow=EACH)
-    monkeypatch.setattr(type(served.stage), "graph_constants", ("gain",), raising=False)
-    as_decode(served)
-    served.stage.gain = 1.0
-    served.prepared.capture()
-    assert run(served, 2, 1)
-    served.stage.gain = 2.0
-    assert run(served, 2, 1)
-    assert the_wrong_step(served.prepared).out_of_service == Cause.MODE
-    assert run(served, 2, 1)
-
-
 def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live):
-    served = prepare_live(shadow=EACH)
-    served.prepared.capture()
+    served = prepare_live(shadow=EACH).capture()
     assert served.prepared.parts.proof.idle() is False
     assert run(served, 3)
     assert served.prepared.report()["shadow"]["proved"] == []
@@ -326,23 +303,34 @@ def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live):
     assert served.prepared.report()["shadow"]["skipped"]["state was replaced"] == 1
 
 
-def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, temporary_op):
+@pytest.fixture
+def prepare_behind(prepare_live, attend_op, temporary_op):
+    """The model behind an op with the kernel that is given."""
+
+    def prepare_behind(kernel):
+        name, schema = f"live_tests::{kernel.__name__}", "(Tensor x, Tensor(a!) out) -> ()"
+        splitting_ops = attend_op, temporary_op(name, schema, kernel)
+        call = getattr(torch.ops.live_tests, kernel.__name__)
+
+        class Behind(Model):
+            def forward(self, x):
+                out = torch.empty_like(x)
+                call(x, out)
+                return super().forward(out)
+
+        return prepare_live(Behind(), shadow=EACH, splitting_ops=splitting_ops)
+
+    return prepare_behind
+
+
+def test_memory_that_is_not_known_as_state_is_never_written(prepare_behind):
     hidden = torch.zeros(1)
 
     def count(x, out):
         hidden.add_(1)
         out.copy_(x)
 
-    op = temporary_op("live_tests::count", "(Tensor x, Tensor(a!) out) -> ()", count)
-
-    class Counting(Model):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.live_tests.count(x, out)
-            return super().forward(out)
-
-    served = prepare_live(Counting(), shadow=EACH, splitting_ops=("live_tests::attend", op))
-    served.prepared.capture()
+    served = prepare_behind(count).capture()
     before = hidden.clone()
     served.prepared(torch.ones(3, HIDDEN), batch=Batch(3, 1))
     assert hidden == before + 1
@@ -351,7 +339,7 @@ def test_memory_that_is_not_known_as_state_is_never_written(prepare_live, tempor
     assert stopped.detail == "aten::add_ [1]"
 
 
-def test_each_view_of_one_memory_is_state(prepare_live, temporary_op):
+def test_each_view_of_one_memory_is_state(prepare_behind):
     """One was restored before each run of a proof; in the others each run added once more."""
 
     def add(x, out):
@@ -359,15 +347,7 @@ def test_each_view_of_one_memory_is_state(prepare_live, temporary_op):
             view.add_(x[0, 0])
         out.copy_(x)
 
-    op = temporary_op("live_tests::add", "(Tensor x, Tensor(a!) out) -> ()", add)
-
-    class Adding(Model):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.live_tests.add(x, out)
-            return super().forward(out)
-
-    served = prepare_live(Adding(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served = prepare_behind(add)
     served.stage.views = torch.zeros(3, 1).unbind()
     served.prepared.capture()
     served.stage.views[0]._base.zero_()
@@ -378,23 +358,14 @@ def test_each_view_of_one_memory_is_state(prepare_live, temporary_op):
     assert (facts["wrong"], facts["stopped"], facts["skipped"]) == ([], None, {})
 
 
-def test_rows_of_large_state_that_are_not_kept_are_written_once(prepare_live, temporary_op):
+def test_rows_of_large_state_that_are_not_kept_are_written_once(prepare_behind):
     """Each run of a proof added to them. Their number is in no input and no metadata."""
 
     def add_elsewhere(x, out):
         get_forward_context().layers["stage"].large[100] += x[0, 0]
         out.copy_(x)
 
-    schema = "(Tensor x, Tensor(a!) out) -> ()"
-    op = temporary_op("live_tests::add_elsewhere", schema, add_elsewhere)
-
-    class Adding(Model):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.live_tests.add_elsewhere(x, out)
-            return super().forward(out)
-
-    served = prepare_live(Adding(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served = prepare_behind(add_elsewhere)
     served.stage.large = torch.zeros(1 << 20, 5)
     served.prepared.capture()
     served.stage.large.zero_()
@@ -412,37 +383,28 @@ def test_a_proof_that_fails_on_metadata_with_padding_says_how_to_state_it(tempor
 
     op = temporary_op("live_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale)
 
-    class Scaled(torch.nn.Module):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.live_tests.scale(x, out)
-            return out + 1
+    def forward(x):
+        out = torch.empty_like(x)
+        torch.ops.live_tests.scale(x, out)
+        return out + 1
 
-    prepared = prepare(Scaled(), small_config(splitting_ops=(op,), capture_sizes=(4,), shadow=EACH))
-    padded = torch.ones(4, 1)
-    prepared.capture(lambda *_: padded)
+    padded, settings = torch.ones(4, 1), {"capture_sizes": (4,), "shadow": EACH}
+    prepared = captured(
+        Computes(forward), metadata_for=lambda *_: padded, splitting_ops=(op,), **settings
+    )
     decision = prepared.dispatch(Batch(3, 1))
     assert prepared.run(decision, torch.ones(3, 4), metadata=padded).sum() == 3 * 4 * 2
     assert "state by `prove_with`" in prepared.report()["shadow"]["stopped"]
     prepared.close()
 
 
-def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_live, temporary_op):
+def test_a_proof_sees_python_as_the_step_did_and_leaves_it_so(prepare_behind):
     def alternate(x, out):
         stage = get_forward_context().layers["stage"]
         stage.turns = [*getattr(stage, "turns", ()), len(x)]
         out.copy_(x * len(stage.turns))
 
-    op = temporary_op("live_tests::alternate", "(Tensor x, Tensor(a!) out) -> ()", alternate)
-
-    class Alternating(Model):
-        def forward(self, x):
-            out = torch.empty_like(x)
-            torch.ops.live_tests.alternate(x, out)
-            return super().forward(out)
-
-    served = prepare_live(Alternating(), shadow=EACH, splitting_ops=("live_tests::attend", op))
-    served.prepared.capture()
+    served = prepare_behind(alternate).capture()
     served.stage.turns = []
     for _ in range(3):
         served.prepared(torch.ones(2, HIDDEN), batch=Batch(2, 1))
@@ -495,11 +457,7 @@ DUMP = 63
 def prepare_decoder():
     """A decoder under a compiler whose code runs on `spoiled(arguments)`, every step proved."""
 
-    def prepare_decoder(
-        spoiled=list,
-        model=None,
-        **settings,
-    ):
+    def prepare_decoder(spoiled=list, model=None, **settings):
         def compiler(graph, inputs):
             return lambda *args: graph(*spoiled(list(args)))
 
@@ -527,12 +485,15 @@ def is_cache(value):
     return isinstance(value, torch.Tensor) and value.shape == (64, 8)
 
 
-def test_a_compiler_that_loses_writes_is_found(prepare_decoder):
+def test_a_compiler_that_loses_writes_is_found_and_counted(prepare_decoder):
     prepared = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
     first, second = decode(prepared).clone(), decode(prepared)
     assert torch.equal(second, 2 * first)
     assert the_wrong_step(prepared).out_of_service == Cause.CODE
     assert prepared.compiled.model.kv[:3].any(1).all()
+    prometheus = pytest.importorskip("piecegraph.tools.integrations.prometheus")
+    line = 'piecegraph_wrong_steps_total{out_of_service="compiled code"} 1.0'
+    assert line in prometheus.metrics_text(prepared)
 
 
 @pytest.mark.parametrize("model", [Attending, Drawing])
@@ -720,24 +681,13 @@ def test_each_graph_is_proved_by_its_tenth_step(serve, steps, strategy):
 
 
 def test_a_graph_is_proved_by_its_tenth_step_even_while_no_time_is_idle(serve):
-    served = serve(sizes=(2, 8), shadow={"every": 1000, "share": 1.0})
-    served.prepared.capture()
+    served = serve(sizes=(2, 8), shadow={"every": 1000, "share": 1.0}).capture()
     served.prepared.shadow_idle()
     assert all(run(served, 1, 1) for _ in range(10))  # the first of them waits
     assert all(run(served, 5) for _ in range(10))
     proved = [row["proved"] for row in served.prepared.report()["shadow"]["graphs"] if row["steps"]]
     assert proved == [1, 1]
     assert served.prepared.shadow_idle()
-
-
-def test_the_metric_counts_wrong_steps(prepare_decoder):
-    pytest.importorskip("prometheus_client")
-    from piecegraph.tools.integrations.prometheus import metrics_text
-
-    prepared = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
-    decode(prepared)
-    line = 'piecegraph_wrong_steps_total{out_of_service="compiled code"} 1.0'
-    assert line in metrics_text(prepared)
 
 
 @pytest.mark.heavy
@@ -761,13 +711,9 @@ def test_rounding_is_no_fault_in_5000_steps(dtype):
 
     torch.manual_seed(0)
     model = Residual().to(getattr(torch, dtype)).requires_grad_(False)
-    config = Config(
-        inputs={"x": f"{dtype}[num_tokens, 32]", "slots": "int64[num_tokens]"},
-        max_num_tokens=64, max_num_reqs=64, graph_mode="FULL", capture_sizes=(8, 64),
-        attention={"support": 3}, cache=False, steps={"padding": {"slots": 255}}, shadow=EACH,
-    )  # fmt: skip
-    prepared = prepare(model, config)
-    prepared.capture()
+    inputs = {"x": f"{dtype}[num_tokens, 32]", "slots": "int64[num_tokens]"}
+    settings = {"steps": {"padding": {"slots": 255}}, "shadow": EACH, "compiler": "inductor"}
+    prepared = captured(model, 64, inputs=inputs, capture_sizes=(8, 64), **settings)
     for step in range(5000):
         size = step % 64 + 1
         batch = Batch(size, size, is_decode=True, query_len=1)

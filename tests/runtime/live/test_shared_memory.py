@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch, prepare
+from piecegraph import Batch
 from piecegraph.errors import InputsShareMemory
 
-from ..conftest import small_config, strict_backend
+from ..conftest import captured, right_step
 
 pytestmark = pytest.mark.compile
 
@@ -46,14 +46,11 @@ def op(temporary_op):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["traced", "untraced"])
 def prepared(op, request):
-    config = small_config(
-        16, splitting_ops=(op,),
-        inputs={name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()},
-        capture_sizes=(4, 8), graph_mode="FULL_AND_PIECEWISE", compile=request.param,
-    )  # fmt: skip
-    prepared = prepare(Model(), config, backend=strict_backend())
-    prepared.capture()
-    return prepared
+    inputs = {name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()}
+    settings = {"graph_mode": "FULL_AND_PIECEWISE", "compile": request.param}
+    return captured(
+        Model(), 16, splitting_ops=(op,), inputs=inputs, capture_sizes=(4, 8), **settings
+    )
 
 
 def inputs(n):
@@ -139,13 +136,9 @@ class Cache(nn.Module):
 def test_a_buffer_that_is_a_view_of_another_is_state(compiler, view):
     model, plain = Cache(view), Cache(view)
     forms = {"x": "float32[num_tokens, 4]", "slots": "int64[num_tokens]"}
-    config = small_config(16, inputs=forms, capture_sizes=(4,), compiler=compiler)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
+    prepared = captured(model, 16, inputs=forms, capture_sizes=(4,), compiler=compiler)
     assert not model.cache.any()  # written by the capture, and restored
     for _ in range(3):
-        x, slots = torch.randn(4, 4), torch.randperm(32)[:4]
-        decision = prepared.dispatch(Batch(4, 4, is_decode=True, query_len=1))
-        assert decision.mode.name == "FULL"
-        torch.testing.assert_close(prepared.run(decision, x, slots), plain(x, slots))
+        inputs = torch.randn(4, 4), torch.randperm(32)[:4]
+        assert right_step(prepared, plain, *inputs) == "FULL"
         torch.testing.assert_close(model.cache, plain.cache)

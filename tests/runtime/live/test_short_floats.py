@@ -6,7 +6,7 @@ from torch import nn
 
 import piecegraph as pg
 
-from ..conftest import small_config, strict_backend
+from ..conftest import captured
 
 pytestmark = pytest.mark.compile
 
@@ -53,9 +53,6 @@ ROW_WISE = {
     "cast": lambda y: (y.float() * 1.1).to(torch.bfloat16) + y,
 }
 
-ops = torch.library.Library("short_floats", "DEF")
-ops.define("double(Tensor x) -> Tensor")
-
 
 def double(x):
     if x.dtype == torch.float32:
@@ -63,8 +60,9 @@ def double(x):
     return x * 2
 
 
-ops.impl("double", double, "CompositeExplicitAutograd")
-torch.library.register_fake("short_floats::double", torch.empty_like, lib=ops)
+@pytest.fixture(scope="module", autouse=True)
+def op(temporary_op):
+    temporary_op("short_floats::double", "(Tensor x) -> Tensor", double, torch.empty_like)
 
 
 class Model(nn.Module):
@@ -87,10 +85,7 @@ class Model(nn.Module):
 
 def prepared_for(model, compiles=True):
     inputs = {"ids": "int64[num_tokens]"}
-    config = small_config(16, inputs=inputs, capture_sizes=(4, 8), compile=compiles)
-    prepared = pg.prepare(model, config, backend=strict_backend())
-    prepared.capture()
-    return prepared
+    return captured(model, 16, inputs=inputs, capture_sizes=(4, 8), compile=compiles)
 
 
 def of_right_steps(prepared, model):

@@ -10,22 +10,13 @@ from piecegraph import Batch, Config, GraphMode, compile_ahead, prepare
 from piecegraph.dispatch import Reason
 from piecegraph.runtime.core.records import BundleFailed
 
-from ..conftest import strict_backend
+from ..conftest import Computes, right_step, small_config, strict_backend
 
-pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache")]
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("one_cache", "mix_op")]
 
 SIZES = (1, 7, 8, 9, 10, 63, 64, 65, 66, 96)
 CAPTURES = (4, 8, 12, 80, 96)
 MODES = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
-
-
-def mix(x, out):
-    out.copy_(x.cumsum(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def op(temporary_op):
-    return temporary_op("split_tests::mix", "(Tensor x, Tensor(a!) out) -> ()", mix)
 
 
 class Tiled(nn.Module):
@@ -44,7 +35,7 @@ class Tiled(nn.Module):
         for weight in self.weights:
             y = (x * weight).sin()
             out = torch.empty_like(y)
-            torch.ops.split_tests.mix(y, out)
+            torch.ops.live_tests.mix(y, out)
             x = x + out * tile
         return x
 
@@ -52,7 +43,7 @@ class Tiled(nn.Module):
 def prepared(model, mode, **settings):
     given = {
         "inputs": {"x": "float32[num_tokens, 4]"},
-        "splitting_ops": ("split_tests::mix",),
+        "splitting_ops": ("live_tests::mix",),
         "max_num_tokens": 96,
         "max_num_reqs": 96,
         "capture_sizes": CAPTURES,
@@ -66,10 +57,10 @@ def prepared(model, mode, **settings):
     return served
 
 
-def check(served, sizes=SIZES):
+def check(served, plain=None):
     """Run steps that must equal the plain model's; the mode and padded size of each."""
-    plain, used = Tiled(), {}
-    for size in (*sizes, *reversed(sizes)):
+    plain, used = plain or Tiled(), {}
+    for size in (*SIZES, *reversed(SIZES)):
         x = torch.randn(size, 4)
         decision = served.dispatch(Batch(size, 1))
         used[size] = f"{decision.mode.name} {decision.descriptor.num_tokens}"
@@ -86,18 +77,9 @@ def test_steps_equal_the_model_on_both_sides_of_each_boundary(mode):
     used = check(served)
     if mode is not GraphMode.NONE:
         name = mode.name
-        assert used == {
-            1: f"{name} 4",
-            7: f"{name} 8",
-            8: f"{name} 8",
-            9: f"{name} 12",
-            10: f"{name} 12",
-            63: "NONE 63",
-            64: "NONE 64",
-            65: f"{name} 80",
-            66: f"{name} 80",
-            96: f"{name} 96",
-        }
+        padded = {1: 4, 7: 8, 8: 8, 9: 12, 10: 12, 65: 80, 66: 80, 96: 96}
+        expected = {size: f"{name} {to}" for size, to in padded.items()}
+        assert used == expected | {63: "NONE 63", 64: "NONE 64"}
 
 
 class Chosen(Tiled):
@@ -116,13 +98,8 @@ class Chosen(Tiled):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_splitting_op_may_run_at_some_sizes_only(mode, few):
     model = Chosen(few)
-    served = prepared(model, mode)
-    modes = set()
-    for size in (*SIZES, *reversed(SIZES)):
-        x = torch.randn(size, 4)
-        decision = served.dispatch(Batch(size, 1))
-        modes.add((decision.mode.name, size <= 8))
-        torch.testing.assert_close(served.run(decision, x), model(x), rtol=1e-4, atol=1e-4)
+    used = check(prepared(model, mode), plain=model)
+    modes = {(name.partition(" ")[0], size <= 8) for size, name in used.items()}
     assert {(mode.name, True), (mode.name, False)} <= modes
 
 
@@ -174,8 +151,7 @@ def test_the_same_under_inductor(mode, tmp_path):
 def test_served_uncompiled_until_all_intervals_are_compiled(tmp_path):
     settings = {"cache_dir": tmp_path, "bundle": "serve"}
     served = prepared(Tiled(), GraphMode.PIECEWISE, **settings)
-    plain, x = Tiled(), torch.randn(9, 4)
-    torch.testing.assert_close(served.run(served.dispatch(Batch(9, 1)), x), plain(x))
+    right_step(served, Tiled(), torch.randn(9, 4))
     assert served.parts.starts.wait_until_compiled(300)
     assert check(served)[9] == "PIECEWISE 12"
 
@@ -207,7 +183,7 @@ def test_profiler_ranges_name_the_pieces_of_the_interval():
             x = super().forward(x)
             if x.shape[0] <= 8:
                 out = torch.empty_like(x)
-                torch.ops.split_tests.mix(x, out)
+                torch.ops.live_tests.mix(x, out)
                 x = x * 2 + out
             return x
 
@@ -245,22 +221,12 @@ def test_an_error_of_loaded_code_names_its_piece_in_every_interval(tmp_path):
 
 @pytest.mark.heavy
 def test_libraries_ahead_of_time_serve_all_intervals(tmp_path):
-    class Small(nn.Module):
-        def forward(self, x):
-            return x.sin() * 2 if x.shape[0] <= 8 else x.sin() * 3
-
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=32,
-        graph_mode="NONE",
-        tracing={"guards": "split"},
-        cache_dir=tmp_path,
-    )
-    model = Small()
+    cached = {"cache": True, "cache_dir": tmp_path, "compiler": "inductor"}
+    config = small_config(32, graph_mode="NONE", tracing={"guards": "split"}, **cached)
+    model = Computes(lambda x: x.sin() * (2 if x.shape[0] <= 8 else 3))
     assert compile_ahead(model, config)
     served = prepare(model, config)
     assert served.report()["cache"]["hit"]
     assert served.report()["counters"]["dynamo_traces"] == 0
     for size in (1, 8, 9, 32):
-        x = torch.randn(size, 4)
-        torch.testing.assert_close(served(x, batch=Batch(size, 1)), model(x))
+        right_step(served, model, torch.randn(size, 4))

@@ -137,8 +137,7 @@ def test_a_padding_policy_for_what_is_no_parameter_is_refused():
 
 def test_buffers_of_the_engine_are_read_where_they_are(serve):
     buffer = torch.randn(16, 4)
-    served = serve(input_buffers={"x": buffer})
-    served.prepared.capture()
+    served = serve(input_buffers={"x": buffer}).capture()
     for num_tokens in (3, 2, 8):
         batch = served.batch(*[1] * num_tokens)
         decision = served.prepared.dispatch(batch)
@@ -152,8 +151,7 @@ def test_buffers_of_the_engine_are_read_where_they_are(serve):
 
 def test_failure_12_a_copy_of_the_engines_buffer_is_an_error(serve):
     buffer = torch.randn(16, 4)
-    served = serve(input_buffers={"x": buffer})
-    served.prepared.capture()
+    served = serve(input_buffers={"x": buffer}).capture()
     with pytest.raises(MovedTensor, match="input 'x'"):
         served.prepared(buffer[:3].clone(), batch=DECODE)
     assert torch.equal(served.prepared(buffer[:3], batch=DECODE), served.expected(buffer[:3]))

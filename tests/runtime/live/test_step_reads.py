@@ -50,7 +50,9 @@ from piecegraph.runtime.capture.op_log import line_of_difference, ops_of
 from piecegraph.runtime.parts.checks.step_reads import StepReads
 from piecegraph.torch_compat.basics.tensors import without_modes
 
-from ..conftest import small_config
+from ..conftest import Computes, captured, right_step, small_config
+
+SMALL = {"most": 4, "compile": False, "capture_sizes": (2,)}
 
 
 class Inner:
@@ -125,14 +127,8 @@ class Model(nn.Module):
         return y + self.one
 
 
-def prepared_for(
-    read,
-    mode,
-    device="cpu",
-    layers=None,
-    metadata=None,
-):
-    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode=mode)
+def prepared_for(read, mode, device="cpu", layers=None, metadata=None):
+    config = small_config(**SMALL, graph_mode=mode)
     prepared = prepare(Model(read).to(device), config, layers=layers)
     prepared.capture(lambda descriptor, mode: metadata or Metadata(2.0))
     return prepared
@@ -524,23 +520,8 @@ SEVERAL = {
 @pytest.mark.parametrize("several", SEVERAL)
 def test_a_function_that_returns_several_tensors_can_be_captured(several):
     """Of `split` and its like the number of parts is noted; of others it is what it is."""
-    model = Returns(SEVERAL[several])
-    config = small_config(4, capture_sizes=(2,), compile=False)
-    prepared = prepare(model, config)
-    prepared.capture()
-    x = torch.rand(2, 4)
-    decision = prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
-    assert decision.mode.name == "FULL"
-    torch.testing.assert_close(prepared.run(decision, x), model(x))
-
-
-class Returns(nn.Module):
-    def __init__(self, of_rows):
-        super().__init__()
-        self.of_rows = of_rows
-
-    def forward(self, x):
-        return self.of_rows(x)
+    model = Computes(SEVERAL[several])
+    assert right_step(captured(model, **SMALL), model, torch.rand(2, 4)) == "FULL"
 
 
 FACTS: dict[str, tuple[Callable[[Any], float], Callable[[], Any]]] = {
@@ -624,21 +605,11 @@ def test_a_tensor_that_code_in_a_graph_reads_lies_in_other_memory(mode, traced, 
 
 
 def test_whether_inputs_require_gradients_is_compared_if_it_was_read():
-    class Asks(nn.Module):
-        def forward(self, x):
-            return x * (2.0 if x.requires_grad else 3.0)
-
-    class Ignores(nn.Module):
-        def forward(self, x):
-            return x * 1.0
-
-    for model, refuses in ((Asks(), True), (Ignores(), False)):
-        config = small_config(4, compile=False, capture_sizes=(2,))
-        prepared = prepare(model, config)
-        prepared.capture()
+    for factor, reads in ((lambda x: 2.0 if x.requires_grad else 3.0, True), (len, False)):
+        prepared = captured(Computes(lambda x, factor=factor: x * factor(x)), **SMALL)
         x = torch.ones(2, 4, requires_grad=True)
-        assert prepared(x.detach(), batch=Batch(2, 2)).max() in (1.0, 3.0)
-        if refuses:
+        assert prepared(x.detach(), batch=Batch(2, 2)).max() in (2.0, 3.0)
+        if reads:
             with pytest.raises(StaleContext, match="requires_grad of an input"):
                 prepared(x, batch=Batch(2, 2))
         else:
@@ -651,11 +622,6 @@ def test_the_last_item_of_a_dict_is_taken_first():
     assert seen == [("k", 2), ("a", 1)]
     with pytest.raises(KeyError, match="dictionary is empty"):
         noted(lambda m: m.popitem(), {})
-
-
-def test_a_number_that_equals_nothing_is_itself():
-    reads = noted(lambda m: m.n, SPACE(n=float("nan")))
-    reads.check(ForwardContext({}, metadata=SPACE(n=float("nan"))))
 
 
 class MetaUnseen(type):
@@ -710,17 +676,12 @@ ASKS: dict[str, tuple[Callable[[Any], object], Any]] = {
 def test_code_that_asks_what_an_object_is_takes_its_own_branch(ask):
     """Also inside an op of its own, and what is read is noted there, too."""
     asks, metadata = ASKS[ask]
-    with torch.library._scoped_library("asks", "FRAGMENT") as library:
-        library.define("choose(Tensor x) -> Tensor")
-        library.impl(
-            "choose",
-            lambda x: x * (2.0 if asks(get_forward_context().metadata) else 3.0),
-            "CompositeExplicitAutograd",
-        )
-        for scale in (
-            lambda m: 2.0 if asks(m) else 3.0,
-            lambda m: torch.ops.asks.choose(torch.ones(1)),
-        ):
+
+    def chosen(metadata):
+        return 2.0 if asks(metadata) else 3.0
+
+    with op_of(chosen, "asks") as op:
+        for scale in (chosen, lambda m: op(torch.ones(1))):
             prepared = prepared_for(scale, "FULL", metadata=metadata)
             assert step(prepared, metadata).unique().tolist() == [3.0]
             with pytest.raises(StaleContext):
@@ -816,10 +777,8 @@ def test_a_break_is_given_what_the_step_has(case):
         made.space, made.tensor = SPACE(scale=scale), torch.full((1,), scale)
         return made
 
-    layer = Inner(Inner(2.0))
-    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="PIECEWISE")
-    prepared = prepare(Gives(case), config, layers={"a": layer})
-    prepared.capture(lambda descriptor, mode: metadata(2.0))
+    layer, given = Inner(Inner(2.0)), {"metadata_for": lambda *_: metadata(2.0), **SMALL}
+    prepared = captured(Gives(case), layers={"a": layer}, graph_mode="PIECEWISE", **given)
     for scale in (2.0, 3.0, 4.0):
         layer.scale = Inner(scale)
         assert step(prepared, metadata(scale)).unique().tolist() == [scale + 1.0]
@@ -831,15 +790,13 @@ def adds(x, made):
 
 
 def test_a_break_that_changes_a_list_that_it_is_given_is_refused_with_its_line():
-    class Model(nn.Module):
-        def forward(self, x):
-            made: list[Tensor] = []
-            adds(x * 1.0, made)
-            return (made or [x])[0] + 1.0
+    def forward(x):
+        made: list[Tensor] = []
+        adds(x * 1.0, made)
+        return (made or [x])[0] + 1.0
 
-    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="PIECEWISE")
     with pytest.raises(AllCapturesFailed, match="adds changes a list or dict") as caught:
-        prepare(Model(), config).capture()
+        captured(Computes(forward), graph_mode="PIECEWISE", **SMALL)
     assert __file__ in str(caught.value)
 
 
@@ -885,16 +842,10 @@ KEEPS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("keeps", KEEPS)
 def test_what_is_derived_once_from_metadata_is_in_the_graph_wherever_it_is_kept(keeps):
     table = torch.ones(1)
-
-    def metadata():
-        return Holds(table)
-
-    config = small_config(4, compile=False, capture_sizes=(2,), graph_mode="FULL")
-    prepared = prepare(Model(KEEPS[keeps]), config)
-    prepared.capture(lambda descriptor, mode: metadata())
+    prepared = captured(Model(KEEPS[keeps]), metadata_for=lambda *_: Holds(table), **SMALL)
     for value in (1.0, 2.0):
         table.fill_(value)
-        assert step(prepared, metadata()).unique().tolist() == [value * 2.0 + 1.0]
+        assert step(prepared, Holds(table)).unique().tolist() == [value * 2.0 + 1.0]
 
 
 class Slotful(float):
@@ -1014,12 +965,16 @@ def test_a_cached_property_is_no_read_of_all():
         reads.check(ForwardContext({}, metadata=with_attributes(Caches(2.0), number=1)))
 
 
-def test_a_function_may_have_an_empty_cell():
+def with_an_empty_cell():
     if VALUES == []:
         later = 1
-    function = lambda: later  # noqa: E731
-    reads = noted(lambda m: m.held, SPACE(held=function))
-    reads.check(ForwardContext({}, metadata=SPACE(held=function)))
+    return lambda: later
+
+
+@pytest.mark.parametrize("held", [float("nan"), with_an_empty_cell()])
+def test_what_equals_nothing_or_holds_nothing_is_itself(held):
+    reads = noted(lambda m: m.held, SPACE(held=held))
+    reads.check(ForwardContext({}, metadata=SPACE(held=copy.copy(held))))
 
 
 class Bounded(SimpleNamespace):

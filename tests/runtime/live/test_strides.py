@@ -7,7 +7,7 @@ from torch import nn
 from piecegraph import Batch, compile_ahead, prepare
 from piecegraph.errors import InputMismatch
 
-from ..conftest import small_config, strict_backend
+from ..conftest import right_step, small_config, strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -20,16 +20,10 @@ class Model(nn.Module):
 
 
 def config(**settings):
-    return small_config(
-        MAX_TOKENS,
-        inputs={
-            "x": "float32[num_tokens, 4]",
-            "positions": "int64[3, num_tokens]",
-            "table": "float32[3, 5]",
-        },
-        capture_sizes=(2, 4, 8),
-        **{"compiler": "inductor", **settings},
-    )
+    inputs = {"x": "float32[num_tokens, 4]", "positions": "int64[3, num_tokens]"}
+    inputs["table"] = "float32[3, 5]"
+    settings = {"compiler": "inductor", "capture_sizes": (2, 4, 8), **settings}
+    return small_config(MAX_TOKENS, inputs=inputs, **settings)
 
 
 @pytest.fixture(
@@ -64,18 +58,17 @@ INPUTS = {
 }
 
 
+def inputs(num_tokens):
+    positions = torch.randint(9, (3, num_tokens))
+    return torch.randn(num_tokens, 4), positions, torch.randn(3, 5)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 4, 12])  # padded, full, without a graph
 @pytest.mark.parametrize("case", INPUTS)
 def test_inputs_of_any_strides(prepared, case, num_tokens):
-    given = {
-        "x": torch.randn(num_tokens, 4),
-        "positions": torch.randint(9, (3, num_tokens)),
-        "table": torch.randn(3, 5),
-        **INPUTS[case](num_tokens),
-    }
-    decision = prepared.dispatch(Batch(num_tokens, num_tokens))
-    assert decision.mode.name == ("NONE" if num_tokens == 12 else "FULL")
-    torch.testing.assert_close(prepared.run(decision, **given), Model()(**given))
+    given = dict(zip(("x", "positions", "table"), inputs(num_tokens), strict=True))
+    mode = right_step(prepared, Model(), *(given | INPUTS[case](num_tokens)).values())
+    assert mode == ("NONE" if num_tokens == 12 else "FULL")
 
 
 def test_code_without_a_graph_is_given_the_strides_it_relies_on(prepared, monkeypatch):
@@ -88,33 +81,21 @@ def test_code_without_a_graph_is_given_the_strides_it_relies_on(prepared, monkey
         return stitched(*inputs)
 
     monkeypatch.setattr(prepared._core.steps.code, "call", watching)
-    prepared.run(
-        prepared.dispatch(Batch(12, 12)),
-        torch.randn(4, 12).t(),
-        torch.arange(12).expand(3, 12),
-        torch.randn(5, 3).t(),
-    )
+    strided = torch.randn(4, 12).t(), torch.arange(12).expand(3, 12), torch.randn(5, 3).t()
+    right_step(prepared, Model(), *strided)
     assert seen == [True] * 3
 
 
 def test_an_engines_buffer_with_strided_rows_is_copied(settings):
-    buffers = {
-        "x": torch.randn(MAX_TOKENS, 4),
-        "positions": torch.randint(9, (3, MAX_TOKENS)),
-    }
+    buffers = dict(zip(("x", "positions"), inputs(MAX_TOKENS), strict=False))
     served = prepare(Model(), settings, backend=strict_backend(), input_buffers=buffers)
     served.capture()
     for num_tokens in (3, 8, 12):
         for buffer in buffers.values():
             buffer.random_(9)
-        given = {
-            "x": buffers["x"][:num_tokens],
-            "positions": buffers["positions"][:, :num_tokens],
-            "table": torch.randn(3, 5),
-        }
-        decision = served.dispatch(Batch(num_tokens, num_tokens))
-        assert decision.mode.name == ("NONE" if num_tokens == 12 else "FULL")
-        torch.testing.assert_close(served.run(decision, **given), Model()(**given))
+        given = buffers["x"][:num_tokens], buffers["positions"][:, :num_tokens], torch.randn(3, 5)
+        mode = right_step(served, Model(), *given)
+        assert mode == ("NONE" if num_tokens == 12 else "FULL")
 
 
 def test_the_same_first_byte_with_other_strides_is_not_the_engines_buffer():
@@ -138,9 +119,7 @@ def test_a_fixed_shape_keeps_the_strides_it_was_traced_with():
     served.capture()
     for num_tokens in (3, 12):
         for given_table in (table, torch.randn(3, 5)):
-            given = (torch.randn(num_tokens, 4), torch.randint(9, (3, num_tokens)), given_table)
-            decision = served.dispatch(Batch(num_tokens, num_tokens))
-            torch.testing.assert_close(served.run(decision, *given), Model()(*given))
+            right_step(served, Model(), *inputs(num_tokens)[:2], given_table)
 
 
 def test_an_engines_buffer_of_fixed_shape_and_other_strides_is_refused():

@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Axis, Batch, prepare
+from piecegraph import Axis, Batch
 
-from ..conftest import small_config, strict_backend
-
-LIBRARY = torch.library.Library("two_sizes", "DEF")
-LIBRARY.define("attend(Tensor qkv, Tensor num_patches, Tensor(a!) output) -> ()")
-torch.library.register_fake("two_sizes::attend", lambda *_: None, lib=LIBRARY)
+from ..conftest import captured
 
 
 def attend(qkv, num_patches, output):
@@ -19,9 +15,6 @@ def attend(qkv, num_patches, output):
     seen = torch.arange(qkv.shape[1]) < num_patches[:, None]
     scores = (query @ key.transpose(1, 2)).masked_fill(~seen[:, None], -1e30)
     output.copy_(scores.softmax(-1) @ value)
-
-
-LIBRARY.impl("attend", attend, "CPU")
 
 
 class Tower(nn.Module):
@@ -42,22 +35,18 @@ class Tower(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def prepared():
-    config = small_config(
-        4,
-        inputs={
-            "patches": "float32[num_tokens, patches, 12]",
-            "places": "int64[num_tokens, patches]",
-            "num_patches": "int64[num_tokens]",
-        },
-        tracing={"symbol_limits": {"patches": (1, 16)}},
-        variants={"axes": (Axis("patches", (4, 8, 16), rounds_up=True),)},
-        splitting_ops=("two_sizes::attend",),
-        capture_sizes=(1, 2, 4),
-        graph_mode="FULL_AND_PIECEWISE",
-    )
-    prepared = prepare(Tower(), config, backend=strict_backend())
-    prepared.capture()
+def prepared(temporary_op):
+    schema = "(Tensor qkv, Tensor num_patches, Tensor(a!) output) -> ()"
+    op = temporary_op("two_sizes::attend", schema, attend)
+    inputs = {"patches": "float32[num_tokens, patches, 12]", "num_patches": "int64[num_tokens]"}
+    inputs["places"] = "int64[num_tokens, patches]"
+    settings = {
+        "tracing": {"symbol_limits": {"patches": (1, 16)}},
+        "variants": {"axes": (Axis("patches", (4, 8, 16), rounds_up=True),)},
+        "splitting_ops": (op,),
+        "graph_mode": "FULL_AND_PIECEWISE",
+    }
+    prepared = captured(Tower(), 4, inputs=inputs, capture_sizes=(1, 2, 4), **settings)
     yield prepared
     prepared.close()
 

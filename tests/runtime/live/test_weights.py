@@ -21,7 +21,9 @@ from piecegraph.runtime.parts.checks.address_checks import Addresses, MetadataAd
 from piecegraph.runtime.parts.checks.model_check import ModelCheck
 from piecegraph.runtime.parts.checks.step_reads import ALL_EVERY
 
+from ..conftest import captured as captured_model
 from ..conftest import small_config, strict_backend, tensors_alive
+from .conftest import Scaled
 
 
 def replace_weight(model):
@@ -50,14 +52,18 @@ def swap_data(model):
 
 
 CHANGES = [replace_weight, move_weight, replace_module, swap_data]
+LENGTHS = [(1, 1), (3,), (12,)]
+
+
+def steps(served):
+    for lengths in LENGTHS:
+        served.step(*lengths)
 
 
 def captured(serve, **settings):
-    served = serve(**settings)
-    served.prepared.capture()
+    served = serve(**settings).capture()
     served.prepared.seal()
-    for lengths in ((1, 1), (3,), (12,)):
-        served.step(*lengths)
+    steps(served)
     return served
 
 
@@ -65,12 +71,11 @@ def test_an_update_in_place_needs_nothing(serve):
     served = captured(serve)
     served.model.layers[0].weight.mul_(2)
     assert served.prepared.refresh() == ()
-    for lengths in ((1, 1), (3,), (12,)):
-        served.step(*lengths)
+    steps(served)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("lengths", [(1, 1), (3,), (12,)])
+@pytest.mark.parametrize("lengths", LENGTHS)
 def test_failure_19_no_step_reads_weights_that_were_replaced(serve, change, lengths):
     served = captured(serve, options={"fail_on_moved_inputs": False})  # as on a device
     kept = [parameter.data for parameter in served.model.parameters()]
@@ -83,7 +88,7 @@ def test_failure_19_no_step_reads_weights_that_were_replaced(serve, change, leng
 
     with pytest.raises(MovedTensor, match=name):
         step_until_found()
-    for other in ((1, 1), (3,), (12,)):  # and from then on in the first step of any batch
+    for other in LENGTHS:  # and from then on in the first step of any batch
         with pytest.raises(MovedTensor, match=name):
             served.prepared(torch.ones(sum(other), 4), batch=served.batch(*other))
 
@@ -99,8 +104,7 @@ def test_refresh_captures_again_what_reads_replaced_weights(serve, change):
     assert event.facts["moved"][0].startswith(name)
     assert not served.prepared.events.named("after_seal")
     assert served.captured() == before
-    for lengths in ((1, 1), (3,), (12,)):
-        served.step(*lengths)
+    steps(served)
     assert served.prepared.refresh() == ()
 
 
@@ -110,12 +114,11 @@ def as_on_a_device(served):
     assert not checks._in_turn
     checks._in_turn = True
     served.prepared._core.checks_changed()
-    for lengths in (1, 1), (3,), (12,), (12,):
-        served.step(*lengths)
+    steps(served)
+    served.step(12)
     return served
 
 
-LENGTHS = [(1, 1), (3,), (12,)]
 LATE = {"fail_on_moved_inputs": False}  # only what the checks notice counts
 
 
@@ -137,8 +140,7 @@ def test_a_replaced_weight_is_noticed_by_the_next_step(serve, change, lengths, e
 @pytest.mark.parametrize("change", [replace_weight, replace_module])
 def test_a_graph_captured_after_a_weight_was_replaced_has_the_old_one(serve, change, how):
     late = how != "after a release"
-    served = serve(options=LATE, strategy="lazy" if late else "eager")
-    served.prepared.capture()
+    served = serve(options=LATE, strategy="lazy" if late else "eager").capture()
     if not late:
         served.prepared.release(keep="plan")
     name = change(served.model)
@@ -156,16 +158,14 @@ def test_a_graph_captured_after_a_weight_was_replaced_has_the_old_one(serve, cha
 
 @pytest.mark.parametrize("change", [move_weight, swap_data])
 def test_a_graph_captured_after_a_weights_data_moved_reads_them(serve, change):
-    served = serve(options=LATE, strategy="lazy")
-    served.prepared.capture()
+    served = serve(options=LATE, strategy="lazy").capture()
     change(served.model)
     served.step(1, 1)
     assert served.captured()
 
 
 def test_code_that_is_kept_does_not_hide_that_a_weight_was_replaced(serve):
-    served = serve(options=LATE)
-    served.prepared.capture()
+    served = serve(options=LATE).capture()
     name = replace_weight(served.model)
     served.prepared.accept_changes()
     served.prepared.capture()  # binds the code, and leaves graphs as they are
@@ -224,10 +224,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_weight_that_is_tied_no_more_is_an_error(monkeypatch, traced):
     monkeypatch.setattr(ModelCheck, "check_step", lambda *_: None)  # sooner or later
-    config = small_config(4, compile=traced, capture_sizes=(4,))
     model, x = Tied(), torch.rand(4, 4)
-    prepared = prepare(model, config, backend=strict_backend())
-    prepared.capture()
+    prepared = captured_model(model, 4, compile=traced, capture_sizes=(4,))
     batch = Batch(4, 4)
     assert torch.equal(prepared(x, batch=batch), model(x))
     model.down.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
@@ -362,8 +360,7 @@ FORMS = [to_double, to_strided, to_class]
 @pytest.mark.parametrize("change", FORMS)
 def test_no_capture_and_no_step_reads_a_weight_in_another_form(serve, change, how):
     """Here addresses are compared in turn, as on a device: forms are compared all at once."""
-    served = serve(options=LATE, strategy="lazy" if how == "lazy" else "eager")
-    served.prepared.capture()
+    served = serve(options=LATE, strategy="lazy" if how == "lazy" else "eager").capture()
     as_on_a_device(served)
     if how != "without graphs":
         served.prepared.release(keep="plan")
@@ -381,8 +378,7 @@ def test_no_capture_and_no_step_reads_a_weight_in_another_form(serve, change, ho
             served.prepared.refresh()
     assert served.captured() == there
     weight.data, weight.__class__ = kept, kind
-    for lengths in LENGTHS:
-        served.step(*lengths)
+    steps(served)
     assert served.captured()
 
 
@@ -390,15 +386,15 @@ def test_another_form_is_noticed_within_steps_of_code_and_then_in_each(serve):
     served = as_on_a_device(captured(serve, options=LATE))
     (forms,) = served.prepared.parts.checks._forms.values()
 
-    def steps(count):
+    def check(count):
         for _ in range(count):
             forms.check_step()
 
-    steps(ALL_EVERY)
+    check(ALL_EVERY)
     to_class(served.model.layers[2].bias)
     for count in ALL_EVERY, 1, 1:
         with pytest.raises(ModelChanged, match=r"layers\.2\.bias"):
-            steps(count)
+            check(count)
 
 
 @pytest.mark.parametrize("change", [to_double, to_strided])
@@ -416,8 +412,7 @@ def test_a_refresh_that_fails_leaves_no_graph_that_serves(serve, layer, name, ch
 
 @pytest.mark.parametrize("change", [to_double, to_strided])
 def test_captures_without_a_trace_read_weights_in_any_form(serve, change):
-    served = serve(options=LATE, compile=False)
-    served.prepared.capture()
+    served = serve(options=LATE, compile=False).capture()
     served.prepared.release(keep="plan")
     change(served.model.layers[2].bias)
     served.step(1, 1)
@@ -428,8 +423,7 @@ def test_weights_loaded_before_the_capture_are_found(serve):
     served = serve()
     replace_weight(served.model)
     served.prepared.capture()
-    for lengths in ((1, 1), (3,), (12,)):
-        served.step(*lengths)
+    steps(served)
 
 
 def test_release_frees_everything_and_capture_restores_it(serve):
@@ -652,31 +646,6 @@ def test_metadata_that_moves_later_is_noticed_at_once(serve):
         served.prepared(x, batch=batch, metadata=starts[::2])
 
 
-class Scaled(torch.Tensor):
-    """A weight in two tensors, as quantized ones are; every operation sees their product."""
-
-    @staticmethod
-    def __new__(cls, values, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-
-    def __init__(self, values, scale):
-        self.values_, self.scale = values, scale
-
-    def __tensor_flatten__(self):
-        return ["values_", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Scaled(inner["values_"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return Scaled(args[0].values_, args[0].scale)
-        plain = [a.values_ * a.scale if isinstance(a, Scaled) else a for a in args]
-        return func(*plain, **(kwargs or {}))
-
-
 class Quantized(nn.Module):
     def __init__(self):
         super().__init__()
@@ -690,16 +659,14 @@ class Quantized(nn.Module):
 @pytest.mark.compile
 def test_inner_tensors_of_a_tensor_subclass_are_followed():
     model = Quantized()
-    config = small_config(capture_sizes=(2, 4))
-    prepared = prepare(model, config, backend=strict_backend(fail_on_moved_inputs=False))
-    prepared.capture()
+    prepared = captured_model(model, 8, strict_backend(**LATE), capture_sizes=(2, 4))
     x = torch.ones(2, 4)
 
     def step():
         return prepared(x, batch=Batch(2, 2))
 
     def expected():
-        return x * (model.weight.values_ * model.weight.scale) + 1
+        return x * (model.weight.numbers * model.weight.scale) + 1
 
     assert prepared.dispatch(Batch(2, 2)).mode.name == "FULL"
     assert torch.equal(step(), expected())
@@ -716,8 +683,7 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed():
 @pytest.mark.heavy
 def test_200_captures_and_closes_leak_nothing(serve):
     def cycle():
-        served = serve(sizes=(2,))
-        served.prepared.capture()
+        served = serve(sizes=(2,)).capture()
         served.step(1, 1)
         served.prepared.close()
         assert served.backend.memory().used == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, break_graph, prepare
+from piecegraph import Batch, break_graph, prepare
 
 from ..conftest import small_config, strict_backend
 
@@ -58,23 +58,15 @@ def op(temporary_op):
     return temporary_op("written_inputs::double", "(Tensor(a!) x) -> ()", double)
 
 
-def prepared_for(
-    model,
-    buffers=None,
-    backend=None,
-    **settings,
-):
-    traced = not isinstance(model, Breaking)
-    config = small_config(
-        32,
-        compile=traced,
-        splitting_ops=("written_inputs::double",) if traced else (),
-        inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"),
-        capture_sizes=(4, 8),
-        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
-        **settings,
-    )
-    backend = backend or strict_backend()
+INPUTS = dict.fromkeys("xyz", "float32[num_tokens, 4]")
+
+
+def prepared_for(model, buffers=None, backend=None, **settings):
+    traced, backend = not isinstance(model, Breaking), backend or strict_backend()
+    splits = {"splitting_ops": ("written_inputs::double",)} if traced else {}
+    attention = {"support": "UNIFORM_SINGLE_TOKEN_DECODE"}
+    config = small_config(32, inputs=INPUTS, capture_sizes=(4, 8), attention=attention, **splits)
+    config = config.changed(compile=traced, **settings)
     prepared = prepare(model, config, backend=backend, input_buffers=buffers)
     prepared.capture()
     return prepared
@@ -144,9 +136,7 @@ def test_examples_that_are_views_or_were_written_before_are_not_taken_for_writte
         x, y, z = torch.randn(17, 4), torch.randn(19, 4)[2:], torch.randn(17, 4)
         for tensor in (x, y, z):
             tensor.add_(1)
-    config = Config(
-        inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"), compiler="eager", cache=False
-    )
+    config = small_config(32, inputs=INPUTS)
     prepared = prepare(Reading(), config, examples=((x, y, z), {}))
     assert not written(prepared)
 

@@ -1,7 +1,8 @@
 """Forks ranks that play scenes: one for each line of standard input, `FOLDER SCENE-SIZE-RANK`.
 
-RANK is the one that differs, or SIZE if none does. Each rank writes what came of it into FOLDER;
-one that hangs is killed and writes nothing. The name is printed when all have ended.
+A scene is a function of this file, which is given the ranks and whether this is the odd one. RANK
+is that one, or SIZE if none differs. Each rank writes what came of it into FOLDER; one that hangs
+is killed and writes nothing. The name is printed when all have ended.
 """
 
 from piecegraph.tests.quick_imports import end, imported_by_starts
@@ -40,18 +41,15 @@ DEADLINE_S = 60.0
 
 
 def agree(ranks, odd):
-    start(ranks, (1, 2))
-    return ["agreed"]
+    return start(ranks, (1, 2))
 
 
 def disagree_on_sizes(ranks, odd):
-    start(ranks, (1, 3) if odd else (1, 2))
-    return ["agreed"]
+    return start(ranks, (1, 3) if odd else (1, 2))
 
 
 def disagree_on_attention(ranks, odd):
-    start(ranks, (1, 2), AttentionSupport.NEVER if odd else AttentionSupport.ALWAYS)
-    return ["agreed"]
+    return start(ranks, (1, 2), AttentionSupport.NEVER if odd else AttentionSupport.ALWAYS)
 
 
 def come_late(ranks, odd):
@@ -60,13 +58,12 @@ def come_late(ranks, odd):
     if odd:
         ranks._store.wait([ranks._key("lost")], deadline)
     try:
-        start(ranks, (1, 2))
+        return start(ranks, (1, 2))
     finally:
         if odd:
             ranks._store.set("came", "")
         elif ranks.rank == 0:
             ranks._store.wait(["came"], deadline)
-    return ["agreed"]
 
 
 def die(ranks, odd):
@@ -74,7 +71,6 @@ def die(ranks, odd):
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
     ranks.exchange("after the death", {})
-    return ["agreed"]
 
 
 def one_cannot_capture(ranks, odd):
@@ -131,12 +127,18 @@ class Reducing(torch.nn.Module):
         return summed(summed(x * 2) + 1) * 3
 
 
+def ready(ranks, model, **settings):
+    """The model, by default not traced and in FULL graphs."""
+    config = Config(**{
+        "compile": False, "inputs": {"x": "float32[num_tokens, 2]"}, "max_num_tokens": 8,
+        "max_num_reqs": 8, "capture_sizes": (2, 4, 8), "graph_mode": "FULL", "cache": False,
+        "attention": {"support": "ALWAYS"}, **settings,
+    })  # fmt: skip
+    return prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+
+
 def reducing(ranks, model=None, **settings):
-    config = Config(
-        compile=False, graph_mode="PIECEWISE", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
-        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), **settings,
-    )  # fmt: skip
-    return prepare(model or Reducing(), config, backend=ReplayBackend(), ranks=ranks)
+    return ready(ranks, model or Reducing(), graph_mode="PIECEWISE", **settings)
 
 
 class Functional(torch.nn.Module):
@@ -157,19 +159,12 @@ class Gathering(torch.nn.Module):
 
 def they_meet(ranks, odd):
     """Inside of FULL graphs, and in a break of PIECEWISE graphs."""
-    right = []
-    untraced = {"compile": False, "graph_mode": "FULL"}
-    ways = (
-        (Functional, untraced), (Functional, {"splitting_ops": ALL_REDUCE}), (Gathering, untraced),
-        (Gathering, {"graph_mode": "FULL"}),
-    )  # fmt: skip
+    right, traced = [], {"compile": True, "compiler": "eager"}
+    piecewise = {**traced, "graph_mode": "PIECEWISE", "splitting_ops": ALL_REDUCE}
+    ways = (Functional, {}), (Functional, piecewise), (Gathering, {}), (Gathering, traced)
     for model, way in ways:
-        config = Config(**{
-            "inputs": {"x": "float32[num_tokens, 512]"}, "cache": False, "compiler": "eager",
-            "max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,),
-            "graph_mode": "PIECEWISE", "attention": {"support": "ALWAYS"}, **way,
-        })  # fmt: skip
-        prepared = prepare(model(), config, backend=ReplayBackend(), ranks=ranks)
+        inputs = {"x": "float32[num_tokens, 512]"}
+        prepared = ready(ranks, model(), inputs=inputs, capture_sizes=(4,), **way)
         prepared.capture()
         for number in range(10):
             x = torch.full((4, 512), 1.0 + number)
@@ -206,19 +201,19 @@ def reducing_inside(ranks, fails):
         if fails(ACTIVE.get(), x):
             raise RuntimeError("out of something")
 
-    config = Config(
-        compile=False, graph_mode="FULL", inputs={"x": "float32[num_tokens, 2]"}, cache=False,
-        max_num_tokens=8, max_num_reqs=8, capture_sizes=(2, 4, 8), attention={"support": 3},
-    )  # fmt: skip
     model = ReducingInside(fault)
-    return model, prepare(model, config, backend=ReplayBackend(), ranks=ranks)
+    return model, ready(ranks, model)
+
+
+def reasons(prepared):
+    """Why captures have failed."""
+    return [failure.reason for failure in prepared.records.of(CaptureFailure)]
 
 
 def failing_capture(ranks, fails):
     model, prepared = reducing_inside(ranks, fails)
     seconds = seconds_of_failure(prepared)
-    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
-    return [*reasons, *modes(prepared, 4, 2, model=model), f"{seconds:.1f}"]
+    return [*reasons(prepared), *modes(prepared, 4, 2, model=model), f"{seconds:.1f}"]
 
 
 def one_fails_inside_a_graph(ranks, odd):
@@ -250,8 +245,7 @@ def one_looks_again(ranks, odd):
         op_log._differences = lambda *logs: next(found, None) or differences(*logs)
     model, prepared = reducing_inside(ranks, lambda recorder, x: False)
     prepared.capture()
-    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
-    return [*reasons, *modes(prepared, 8, 4, 2, model=model)]
+    return [*reasons(prepared), *modes(prepared, 8, 4, 2, model=model)]
 
 
 def one_fails_at_the_end(ranks, odd):
@@ -299,8 +293,7 @@ def one_fails_beside_a_collective(ranks, odd):
     if odd:
         prepared.backend.options = ReplayOptions(failing_captures=frozenset({8}))
     seconds = seconds_of_failure(prepared)
-    reasons = [failure.reason for failure in prepared.records.of(CaptureFailure)]
-    return [*reasons, *modes(prepared, 4, 2), f"{seconds:.1f}"]
+    return [*reasons(prepared), *modes(prepared, 4, 2), f"{seconds:.1f}"]
 
 
 def one_is_wrong(ranks, odd):
@@ -356,13 +349,9 @@ def cold_start(ranks, verify):
     os.environ["PIECEGRAPH_OFF"] = ""
     compilers.entry_points = lambda group: [EntryPoint()]
     folder = ranks.exchange("folder", {"folder": tempfile.mkdtemp()})[0]["folder"]
-    config = Config(
-        inputs={"input": "float32[num_tokens, 2]"}, compiler="text", cache_dir=Path(folder),
-        cache={"verify_bundle": verify}, max_num_tokens=8, max_num_reqs=8,
-    )  # fmt: skip
-    model = torch.nn.Linear(2, 2)
-    prepared = prepare(model, config, backend=ReplayBackend(), ranks=ranks)
-    prepared.capture()
+    inputs, cache = {"input": "float32[num_tokens, 2]"}, {"verify_bundle": verify}
+    model, way = torch.nn.Linear(2, 2), {"compile": True, "compiler": "text", "graph_mode": "NONE"}
+    prepared = ready(ranks, model, inputs=inputs, cache_dir=Path(folder), cache=cache, **way)
     seen = set(modes(prepared, *[8] * 40, model=model))
     return [prepared.report()["cache"]["hit"], *sorted(seen)]
 
@@ -434,6 +423,7 @@ def start(ranks, sizes, support=None):
     settings = {} if support is None else {"attention": {"support": support}}
     plan = make_plan(GraphMode.FULL, sizes, max_num_reqs=8)
     ranks.agree("start", start_facts(Config(**settings), plan))
+    return ["agreed"]
 
 
 def capturer_of(ranks, *, failing=frozenset(), eager=False, free=10_000, **settings):
@@ -466,20 +456,6 @@ def double(x):
     return x * 2
 
 
-SCENES = {
-    scene.__name__: scene
-    for scene in (
-        agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
-        one_cannot_probe, one_sees_another_batch, limits_differ, one_fails_beside_a_collective,
-        one_is_wrong, one_fails_inside_a_graph, one_fails_before_a_graph,
-        one_fails_in_a_first_run, one_looks_again, one_fails_at_the_end, one_fails_in_a_comparison,
-        one_fails_in_warm_up, one_lacks_a_layer, one_has_another_weight, one_has_changed,
-        one_proves, one_proves_less, one_lacks_a_part, they_sleep, they_meet,
-        they_start_cold, they_start_cold_and_verify_before,
-    )
-}  # fmt: skip
-
-
 def play(folder, rank, size, scene, odd, listening):
     """Rank 0 hosts the store, as without a launcher, and ends at once if it fails."""
     port = listening.getsockname()[1]
@@ -490,7 +466,7 @@ def play(folder, rank, size, scene, odd, listening):
     dist.init_process_group("gloo", store=store, world_size=size, rank=rank)
     try:
         ranks = Ranks(timeout_s=TIMEOUT_S.get(scene, DEADLINE_S))
-        outcome = {"result": SCENES[scene](ranks, rank == odd)}
+        outcome = {"result": globals()[scene](ranks, rank == odd)}
     except Exception as error:
         outcome = {"error": type(error).__name__, "message": str(error)}
     written = folder / f"rank-{rank}.json"

@@ -19,11 +19,10 @@ OPTIONS = {"graph_bytes": GRAPH}
 LADDER = (1, 2, 4, 8, 16, 24, 32)
 
 
-def everything(make, sizes=LADDER):
-    """Bytes of all graphs of the small model."""
-    served = make(sizes, strategy="eager", options=OPTIONS)
-    served.prepared.capture()
-    return int(served.used)
+def ladder(make, memory_limit=None, strategy="eager", **options):
+    """The small model with graphs of many sizes, each of which takes some bytes, within a limit."""
+    options, steps = {**OPTIONS, **options}, {"memory_limit": memory_limit}
+    return make(LADDER, strategy=strategy, steps=steps, options=options).capture()
 
 
 def facts(served, event):
@@ -81,8 +80,7 @@ def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured():
 
 
 def test_failure_32_the_forecast_counts_the_shared_part_once(make):
-    served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
-    served.prepared.capture()
+    served = ladder(make, 10**9)
     told = facts(served, "memory.accuracy")
     assert told["actual"] == served.used
     assert told["forecast"] == pytest.approx(told["actual"], rel=0.1)
@@ -90,11 +88,9 @@ def test_failure_32_the_forecast_counts_the_shared_part_once(make):
 
 
 def test_failure_34_probes_leave_nothing_in_the_pool(make):
-    plain = everything(make)
-    served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
-    served.prepared.capture()
-    assert served.used == plain
-    assert served.captures == make_all(make).captures
+    plain, served = ladder(make), ladder(make, 10**9)
+    assert served.used == plain.used
+    assert served.captures == plain.captures
 
 
 def test_probes_are_released_even_if_their_recordings_are_held(make, monkeypatch):
@@ -116,9 +112,8 @@ def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_prune
     make, monkeypatch
 ):
     monkeypatch.setattr(graph_memory, "prune", lambda *facts: [])
-    limit = everything(make) // 2
-    served = make(LADDER, strategy="delayed", steps={"memory_limit": limit}, options=OPTIONS)
-    served.prepared.capture()
+    limit = ladder(make).used // 2
+    served = ladder(make, limit, "delayed")
     for _ in range(20):
         served.decode(1)
         assert served.used <= limit
@@ -132,12 +127,6 @@ def test_without_the_largest_the_next_opens_the_pool_with_a_fixed_workspace():
     assert forecast.total([(FULL, 32), (FULL, 2)]) == 6700
 
 
-def make_all(make):
-    served = make(LADDER, strategy="eager", options=OPTIONS)
-    served.prepared.capture()
-    return served
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
@@ -147,9 +136,7 @@ def make_all(make):
 )
 def test_no_strategy_ever_exceeds_the_limit(make, strategy, graph_bytes, share, batches):
     limit = int(share * (len(LADDER) * 4 * graph_bytes + 10_000))
-    options = {"graph_bytes": graph_bytes}
-    served = make(LADDER, strategy=strategy, steps={"memory_limit": limit}, options=options)
-    served.prepared.capture()
+    served = ladder(make, limit, strategy, graph_bytes=graph_bytes)
     assert served.used <= limit
     for is_decode, n in batches:
         served.decode(n) if is_decode else served.mixed(n)
@@ -194,9 +181,8 @@ def test_what_saves_least_goes_first():
 
 
 def test_the_limit_names_what_it_drops_and_the_rest_serves(make):
-    limit = everything(make) // 2
-    served = make(LADDER, strategy="eager", steps={"memory_limit": limit}, options=OPTIONS)
-    served.prepared.capture()
+    limit = ladder(make).used // 2
+    served = ladder(make, limit)
     dropped = facts(served, "memory.forecast")["dropped"]
     assert dropped
     assert len(dropped) + len(served.captures) == 2 * len(LADDER)
@@ -207,17 +193,16 @@ def test_the_limit_names_what_it_drops_and_the_rest_serves(make):
 
 
 def test_a_share_of_free_memory_is_a_limit_too(make):
-    free = 2 * everything(make)
-    served = make(LADDER, steps={"memory_limit": 0.25}, options={**OPTIONS, "limit": free})
-    served.prepared.capture()
+    free = 2 * ladder(make).used
+    served = ladder(make, 0.25, limit=free)
     assert facts(served, "memory.forecast")["limit"] == free // 4
     assert 0 < served.used <= free // 4
 
 
 def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make):
     # the first PIECEWISE capture and the first FULL one run out, regardless of the forecast
-    served = make((2, 4, 8), strategy="eager", options={"exhausting_captures": frozenset({1, 6})})
-    served.prepared.capture()
+    exhausting = {"exhausting_captures": {1, 6}}
+    served = make((2, 4, 8), strategy="eager", options=exhausting).capture()
     assert served.told("capture.failed") == ["PIECEWISE 8", "FULL 8"]
     assert "ran out of memory" in facts(served, "capture.failed")["reason"]
     assert served.captures == ["PIECEWISE 4", "PIECEWISE 2", "FULL 4", "FULL 2"]
@@ -227,16 +212,14 @@ def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make):
 
 @pytest.mark.parametrize("strategy", ["lazy", "delayed"])
 def test_the_largest_that_fits_is_captured_at_startup(make, strategy):
-    served = make((2, 4, 8), strategy=strategy, options={"exhausting_captures": frozenset({1})})
-    served.prepared.capture()
+    exhausting = {"exhausting_captures": {1}}
+    served = make((2, 4, 8), strategy=strategy, options=exhausting).capture()
     assert served.captures == ["PIECEWISE 4", "FULL 8"]
 
 
 def lazily(make, graphs):
-    served = make(
-        (1, 2, 4, 8, 64), strategy={"kind": "lazy", "max_bytes": graphs * GRAPH}, options=OPTIONS
-    )
-    served.prepared.capture()
+    strategy = {"kind": "lazy", "max_bytes": graphs * GRAPH}
+    served = make((1, 2, 4, 8, 64), strategy=strategy, options=OPTIONS).capture()
     served.prepared.seal()
     return served
 

@@ -19,7 +19,9 @@ from piecegraph.runtime.core.exchange import single_rank
 from piecegraph.runtime.core.records import Records
 from piecegraph.runtime.parts.strategies.capturer import StrategyCapturer
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
+from ..fake_device import FakeBackend
+
+BOTH, SIZES = GraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 
 
 class Pool:
@@ -50,15 +52,8 @@ class PoolGraph:
             self._pool.working = 0
 
 
-class CurveBackend:
+class CurveBackend(FakeBackend):
     """A device on which a curve gives the bytes of each capture; it does nothing else."""
-
-    name = "curves"
-    runs_python = False
-    order_steps = None
-
-    def __init__(self):
-        self.pools = []
 
     def new_pool(self):
         self.pools.append(Pool())
@@ -67,14 +62,6 @@ class CurveBackend:
     def memory(self):
         return Memory(sum(pool.bytes for pool in self.pools), 1 << 40)
 
-    def prepare(self): ...
-    def trim(self): ...
-    def wait(self): ...
-    def may_capture(self):
-        return True
-
-    def event(self): ...
-    def release_held(self, pool): ...
     def release_pool(self, pool):
         assert not pool.own
 
@@ -84,9 +71,7 @@ class CurveGraphs:
 
     def __init__(self, dispatcher, own, working):
         self.recordings = {}
-        self._dispatcher = dispatcher
-        self._own = own
-        self._working = working
+        self._dispatcher, self._own, self._working = dispatcher, own, working
 
     def record(self, graph_index, session):
         n = self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
@@ -106,26 +91,13 @@ class CurveGraphs:
 
 
 class Rig:
-    def __init__(
-        self,
-        own,
-        working,
-        limit,
-        *,
-        mode=GraphMode.FULL_AND_PIECEWISE,
-        strategy="eager",
-        sizes=SIZES,
-    ):
+    def __init__(self, own, working, limit, *, mode=BOTH, strategy="eager", sizes=SIZES):
         self.dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=64))
         self.backend, self.records = CurveBackend(), Records()
         self.graphs = CurveGraphs(self.dispatcher, own, working)
-        config = Config(strategy=strategy, steps={"memory_limit": limit})
-        backend = self.backend
-        plan = self.dispatcher.plan
-        captures = Captures(plan, backend, self.records, self.graphs, single_rank)
-        self.capturer = StrategyCapturer(
-            config.strategy, config.steps.memory_limit, captures, self.dispatcher
-        )
+        plan, strategy = self.dispatcher.plan, Config(strategy=strategy).strategy
+        captures = Captures(plan, self.backend, self.records, self.graphs, single_rank)
+        self.capturer = StrategyCapturer(strategy, limit, captures, self.dispatcher)
 
     @property
     def used(self):
@@ -154,7 +126,7 @@ CURVES = {
 
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.8, 1.0])
-@pytest.mark.parametrize("mode", [GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY])
+@pytest.mark.parametrize("mode", [BOTH, GraphMode.FULL_DECODE_ONLY])
 def test_the_limit_holds_on_every_curve(curve, share, mode):
     whole = Rig(*CURVES[curve], None, mode=mode)
     whole.capturer.startup()
@@ -170,7 +142,7 @@ def test_the_limit_holds_on_every_curve(curve, share, mode):
 
 def most_graphs(own, working, limit, mode):
     """How many graphs fit into the limit at most, whatever their sizes."""
-    modes = 2 if mode is GraphMode.FULL_AND_PIECEWISE else 1
+    modes = 2 if mode is BOTH else 1
     needs = [(math.ceil(own(n)), math.ceil(working(n))) for n in SIZES] * modes
     by_bound = (
         accumulate(sorted(own for own, working in needs if working <= bound), initial=bound)

@@ -28,9 +28,8 @@ def fresh_dynamo():
 
 @pytest.fixture
 def sealed(make):
-    def make_sealed(after_seal="log", **settings):
-        served = make((8,), steps={"after_seal": after_seal}, **settings)
-        served.prepared.capture()
+    def make_sealed(after_seal="log", sizes=(8,), **settings):
+        served = make(sizes, steps={"after_seal": after_seal}, **settings).capture()
         served.prepared.seal()
         made.append(served)
         return served
@@ -49,12 +48,23 @@ def late(x):
     return x * 2 + 1
 
 
+def compiled_late():
+    """What traces `late` at its first call, and at one of another size."""
+    return torch.compile(late, backend="eager", dynamic=False)
+
+
+def compile_in_steps(served, compiled):
+    """Steps without a graph call `compiled`."""
+    code = served.prepared._core.code
+    stitched = code.call
+    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+
+
 def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed):
     served = sealed()
-    compiled = torch.compile(late, backend="eager", dynamic=False)
-    compiled(torch.ones(2))
-    compiled(torch.ones(3))
-    compiled(torch.ones(3))
+    compiled = compiled_late()
+    for size in (2, 3, 3):
+        compiled(torch.ones(size))
     assert kinds(served) == ["Dynamo trace", "Dynamo recompile"]
     facts = served.prepared.events.named("after_seal")[0].facts
     assert "late" in facts["detail"]
@@ -72,17 +82,14 @@ def test_an_inductor_compile_is_reported(sealed, monkeypatch, tmp_path):
 
 def test_in_a_step_the_shape_is_reported(sealed):
     served = sealed()
-    compiled = torch.compile(late, backend="eager", dynamic=False)
-    code = served.prepared._core.code
-    stitched = code.call
-    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    compile_in_steps(served, compiled_late())
     served.check(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
 
 def test_raising_stops_the_compile_and_names_the_line(sealed):
     served = sealed("raise_all")
-    compiled = torch.compile(late, backend="eager", dynamic=False)
+    compiled = compiled_late()
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*test_monitors.py") as caught:
         compiled(torch.ones(2))
     causes = [caught.value, caught.value.__cause__, caught.value.__context__]
@@ -94,19 +101,16 @@ def test_raising_stops_the_compile_and_names_the_line(sealed):
 def test_what_compiles_outside_of_steps_ends_no_server(sealed):
     """An engine's helper that traces at its first use: it is counted and logged."""
     served = sealed("raise")
-    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    compiled_late()(torch.ones(2))
     assert kinds(served) == ["Dynamo trace"]
-    compiled = torch.compile(lambda x: x * 3, backend="eager", dynamic=False)
-    code = served.prepared._core.code
-    stitched = code.call
-    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    compile_in_steps(served, torch.compile(lambda x: x * 3, backend="eager"))
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*in a step of 11 tokens"):
         served.check(Batch(11, 1))
 
 
 def test_counting_only_counts(sealed):
     served = sealed("count")
-    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    compiled_late()(torch.ones(2))
     assert kinds(served) == []
     assert served.prepared.events.counters["after_seal.trace"] == 1
 
@@ -171,25 +175,30 @@ def test_failure_6_an_unplanned_capture_is_reported(sealed):
             record(late, (torch.ones(2),), session, name="stray", breaks=False)
 
 
-def test_captures_of_the_strategy_are_planned(make):
-    served = make(strategy="lazy", steps={"after_seal": "raise"})
-    served.prepared.capture()
-    served.prepared.seal()
-    assert served.decode(2) == "FULL 2"
-    served.prepared.close()
+def test_captures_of_the_strategy_are_planned(sealed):
+    assert sealed("raise", sizes=(2, 8), strategy="lazy").decode(2) == "FULL 2"
 
 
-def test_preparing_another_model_is_meant(sealed):
-    served = sealed("raise_all")
+def while_another_model_is_prepared(compile_it, monkeypatch):
     with allow_compilation():
-        torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
-    assert kinds(served) == []
+        compile_it()
 
 
-def test_another_thread_is_not_this_models_business(sealed):
-    served = sealed("raise_all")
-    compiled = torch.compile(late, backend="eager", dynamic=False)
-    in_a_thread(lambda: compiled(torch.ones(2)))
+def in_another_thread(compile_it, monkeypatch):
+    in_a_thread(compile_it)
+
+
+def ahead_of_time(compile_it, monkeypatch):
+    monkeypatch.setattr(ahead, "compile_ahead", lambda request: bool(compile_it().any()))
+    assert compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
+
+
+@pytest.mark.parametrize(
+    "where", [while_another_model_is_prepared, in_another_thread, ahead_of_time]
+)
+def test_what_is_meant_or_not_this_models_business_is_not_reported(sealed, monkeypatch, where):
+    served, compiled = sealed("raise_all"), compiled_late()
+    where(lambda: compiled(torch.ones(2)), monkeypatch)
     assert kinds(served) == []
 
 
@@ -200,15 +209,7 @@ def test_release_stops_watching(sealed):
     assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers
     served.prepared.release()
     assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers - 1
-    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
-    assert kinds(served) == []
-
-
-def test_compiling_ahead_is_meant(sealed, monkeypatch):
-    served = sealed("raise_all")
-    compiled = torch.compile(late, backend="eager", dynamic=False)
-    monkeypatch.setattr(ahead, "compile_ahead", lambda request: bool(compiled(torch.ones(2)).any()))
-    assert compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
+    compiled_late()(torch.ones(2))
     assert kinds(served) == []
 
 
@@ -282,4 +283,4 @@ def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make, strategy)
     assert layer() is None
     assert logging.getLogger(TRACE_LOGGER).handlers == handlers
     assert ReplayBackend.begin is begin
-    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    compiled_late()(torch.ones(2))

@@ -49,17 +49,23 @@ def test_equal_ranks_agree(outcomes, size):
     assert results == [["agreed"]] * size
 
 
-def test_a_rank_with_another_plan_is_named_by_all(outcomes):
-    for outcome in outcomes("disagree_on_sizes-4-2").values():
+@pytest.mark.parametrize(
+    ("scene", "fact", "value"),
+    [
+        ("disagree_on_sizes-4-2", "graph 0: rank 2: {", '"num_tokens": 2'),
+        ("disagree_on_attention-2-1", "attention capabilities", '"NEVER"'),
+        # in a step it would wait for the others, which are in a collective of the next one
+        ("one_proves-2-1", "shadow", ""),
+        ("one_proves_less-2-1", "shadow", ""),
+        ("one_lacks_a_part-2-1", "strategy", ""),
+    ],
+)
+def test_a_rank_that_differs_at_the_start_is_named_by_all(outcomes, scene, fact, value):
+    for outcome in outcomes(scene).values():
         assert outcome["error"] == "RanksDisagree"
-        assert outcome["message"].startswith("rank 2 disagrees at 'start' on graph 0: rank 2: {")
-        assert '"num_tokens": 2' in outcome["message"]
-
-
-def test_a_rank_with_another_attention_is_named_by_all(outcomes):
-    for outcome in outcomes("disagree_on_attention-2-1").values():
-        assert "rank 1 disagrees at 'start' on attention capabilities" in outcome["message"]
-        assert '"NEVER"' in outcome["message"]
+        named = f"rank {scene[-1]} disagrees at 'start' on {fact}"
+        assert outcome["message"].startswith(named)
+        assert value in outcome["message"]
 
 
 def test_failure_35_a_late_rank_is_named(outcomes):
@@ -180,16 +186,6 @@ def test_a_refresh_that_one_rank_refuses_is_refused_on_all(outcomes):
     assert second[0].startswith("ModelChanged: ")
     assert first[0].startswith("RanksDisagree: rank 1 disagrees at 'refresh' on whether it can go")
     assert "factor: 1 -> 2" in first[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "fact"),
-    [("proves", "shadow"), ("proves_less", "shadow"), ("lacks_a_part", "strategy")],
-)
-def test_a_rank_with_other_exchanges_is_named_before_its_steps(outcomes, name, fact):
-    """In a step it would wait for the others, which are in a collective of the next one."""
-    for outcome in outcomes(f"one_{name}-2-1").values():
-        assert f"rank 1 disagrees at 'start' on {fact}" in outcome["message"]
 
 
 @pytest.mark.parametrize("name", ["they_start_cold", "they_start_cold_and_verify_before"])

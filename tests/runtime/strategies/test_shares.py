@@ -27,12 +27,7 @@ def cost(bucket):
     return 4 + bucket.batch / 2 if bucket.query == 1 else 2 + work(bucket) / 128
 
 
-def captured(
-    limit,
-    share=0.3,
-    cost=cost,
-    estimate=None,
-):
+def captured(limit, share=0.3, cost=cost, estimate=None):
     """The bytes of the captured buckets of both phases, in the order of their captures."""
     plan = bucket_plan(BUCKETS, 16, BucketMemory(share))
     keys = [(e.descriptor.num_reqs, *(n for _, n in e.descriptor.axes)) for e in plan.entries]

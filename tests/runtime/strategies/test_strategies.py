@@ -26,40 +26,31 @@ EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
 
 
 def test_eager_captures_everything_piecewise_before_full_largest_first(make):
-    served = make(strategy="eager")
-    served.prepared.capture()
+    served = make(strategy="eager").capture()
     assert served.captures == EVERYTHING
     assert served.decode(3) == "FULL 4"
     assert served.mixed(3) == "PIECEWISE 4"
+    assert served.prepared.capture_idle(1e6) == 0
     assert served.captures == EVERYTHING
 
 
 @pytest.mark.parametrize("strategy", ["delayed", "lazy"])
 def test_at_startup_only_the_largest_of_each_mode(make, strategy):
-    served = make(strategy=strategy)
-    served.prepared.capture()
+    served = make(strategy=strategy).capture()
     assert served.captures == ["PIECEWISE 8", "FULL 8"]
 
 
 def test_delayed_takes_the_current_size_first_then_the_next_largest(make):
-    served = make(strategy="delayed")
-    served.prepared.capture()
-    assert [served.decode(n) for n in (1, 1, 8, 2, 8, 8)] == [
-        "FULL 1",
-        "FULL 1",
-        "FULL 8",
-        "FULL 2",
-        "FULL 8",
-        "FULL 8",
-    ]
+    served = make(strategy="delayed").capture()
+    for n in (1, 1, 8, 2, 8, 8):
+        assert served.decode(n) == f"FULL {n}"
     assert served.captures[2:] == [
         "FULL 1", "PIECEWISE 4", "FULL 4", "FULL 2", "PIECEWISE 2", "PIECEWISE 1",
     ]  # fmt: skip
 
 
 def test_delayed_is_sealed_when_everything_is_there(make):
-    served = make(strategy={"kind": "delayed", "captures_per_step": 3})
-    served.prepared.capture()
+    served = make(strategy={"kind": "delayed", "captures_per_step": 3}).capture()
     served.decode(8)
     served.prepared.capture()
     served.decode(8)
@@ -69,17 +60,8 @@ def test_delayed_is_sealed_when_everything_is_there(make):
         served.prepared.capture()
 
 
-def test_lazy_takes_only_what_occurs(make):
-    served = make(strategy="lazy")
-    served.prepared.capture()
-    served.prepared.seal()
-    assert [served.decode(n) for n in (8, 2, 2)] == ["FULL 8", "FULL 2", "FULL 2"]
-    assert served.captures[2:] == ["FULL 2"]
-
-
-def test_the_padded_size_decides_not_the_raw_one(make):
-    served = make(strategy="lazy")
-    served.prepared.capture()
+def test_lazy_takes_only_what_occurs_by_its_padded_size(make):
+    served = make(strategy="lazy").capture()
     assert [served.decode(n) for n in (5, 3, 4, 3)] == ["FULL 8", "FULL 4", "FULL 4", "FULL 4"]
     assert [served.mixed(n) for n in (7, 4, 3)] == ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 4"]
     assert served.captures[2:] == ["FULL 4", "PIECEWISE 4"]
@@ -87,8 +69,7 @@ def test_the_padded_size_decides_not_the_raw_one(make):
 
 @pytest.mark.parametrize("per_step", [1, 2, 5])
 def test_the_budget_bounds_captures_per_step(make, per_step):
-    served = make(strategy={"kind": "delayed", "captures_per_step": per_step})
-    served.prepared.capture()
+    served = make(strategy={"kind": "delayed", "captures_per_step": per_step}).capture()
     before = len(served.captures)
     served.decode(1)
     assert len(served.captures) - before == per_step
@@ -99,12 +80,13 @@ def test_idle_milliseconds_go_by_what_captures_took(make):
     served = make(strategy="delayed")
     served.prepared.parts.strategies.capturer.captures.captures.clock = lambda: next(moments)
     served.prepared.capture()
-    assert served.prepared.parts.strategies.idle(19) == 0
+    assert served.prepared.capture_idle(19) == 0
     assert served.told("capture.refused")[0] == "PIECEWISE 4"
     assert served.captures[2:] == []
-    assert served.prepared.parts.strategies.idle(59) == 2
+    assert served.prepared.capture_idle(59) == 2
     assert served.captures[2:] == ["PIECEWISE 4", "FULL 4"]
-    assert served.prepared.parts.strategies.idle(21) == 1
+    assert [served.prepared.capture_idle(budget) for budget in (21, 1e6, 1e6)] == [1, 3, 0]
+    assert sorted(served.captures) == sorted(EVERYTHING)
 
 
 def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode():
@@ -135,18 +117,9 @@ def test_old_hits_fade():
     assert queue.states[0].hits == (FADE_STEPS - 1) // 2
 
 
-def test_idle_time_is_used_up_to_its_budget(make):
-    served = make(strategy="delayed")
-    served.prepared.capture()
-    assert served.prepared.parts.strategies.idle(1e6) == 6
-    assert sorted(served.captures) == sorted(EVERYTHING)
-    assert served.prepared.parts.strategies.idle(1e6) == 0
-
-
 def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make):
     failing = {"failing_captures": {4, 5, 6}}  # the first capture of each size that is wanted
-    served = make(strategy="lazy", options=failing)
-    served.prepared.capture()
+    served = make(strategy="lazy", options=failing).capture()
     for n in (1, 2, 2, 2, 4, 1):
         served.decode(n)
     assert served.prepared.parts.strategies.idle(1e6) == 0
@@ -156,16 +129,9 @@ def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make):
     assert served.captures[2:] == ["FULL 2", "FULL 1", "FULL 4"]
 
 
-def test_idle_time_captures_nothing_more_under_eager(make):
-    served = make(strategy="eager")
-    served.prepared.capture()
-    assert served.prepared.parts.strategies.idle(1e6) == 0
-
-
 def test_a_failed_capture_is_remembered_and_not_retried_at_once(make):
     # graphs: PIECEWISE 8 takes two, FULL 8 one; the fourth is FULL 2
-    served = make(strategy="lazy", options={"failing_captures": frozenset({4})})
-    served.prepared.capture()
+    served = make(strategy="lazy", options={"failing_captures": frozenset({4})}).capture()
     steps = [served.decode(2) for _ in range(RETRY_STEPS + 1)]
     assert steps[:-1] == ["FULL 8"] * RETRY_STEPS
     assert steps[-1] == "FULL 2"
@@ -176,8 +142,7 @@ def test_a_failed_capture_is_remembered_and_not_retried_at_once(make):
 
 def test_what_keeps_failing_is_given_up(make):
     always = {"failing_captures": frozenset(range(4, 1000))}
-    served = make((1, 8), strategy="lazy", options=always)
-    served.prepared.capture()
+    served = make((1, 8), strategy="lazy", options=always).capture()
     for _ in range(RETRY_STEPS << GIVE_UP_AFTER):
         served.prepared.dispatch(Batch(1, 1, is_decode=True, query_len=1))
     assert len(served.told("capture.failed")) == GIVE_UP_AFTER
@@ -186,8 +151,7 @@ def test_what_keeps_failing_is_given_up(make):
 
 
 def test_no_garbage_collection_for_a_lazy_capture(make, monkeypatch):
-    served = make(strategy="lazy")
-    served.prepared.capture()
+    served = make(strategy="lazy").capture()
     collections = []
     prepared = []
     monkeypatch.setattr(type(served.backend), "prepare", prepared.append)
@@ -212,8 +176,7 @@ def test_capturing_leaves_the_random_state_alone(make):
 
 
 def test_after_release_a_startup_brings_the_same_graphs_back(make):
-    served = make(strategy="lazy")
-    served.prepared.capture()
+    served = make(strategy="lazy").capture()
     served.decode(2)
     served.prepared.release()
     assert served.decode(2) == "NONE 2"
@@ -284,8 +247,7 @@ def test_a_limit_holds_when_graphs_return(make):
 def test_ranks_bring_back_the_same_graphs(make):
     orders, steps = [], [[0, 0, 0, 0, 5, 0, 0, 0], [0, 0, 0, 0, 0, 4, 0, 9]]
     for own in (0, 1):
-        served = make(strategy="eager")
-        served.prepared.capture()
+        served = make(strategy="eager").capture()
         told = []
 
         def exchange(topic, facts, own=own, told=told):
@@ -308,8 +270,7 @@ def test_ranks_bring_back_the_same_graphs(make):
 @pytest.mark.parametrize("strategy", ["delayed", "lazy", "eager"])
 def test_captures_between_steps_wait_while_another_thread_has_set_the_default_dtype(make, strategy):
     """A graph keeps what operators read of it. The captures that an engine asks for are its own."""
-    served = make(strategy=strategy)
-    served.prepared.capture()
+    served = make(strategy=strategy).capture()
     if strategy == "eager":
         served.prepared.release(keep="plan")
     before = served.captured()
@@ -323,14 +284,12 @@ def test_captures_between_steps_wait_while_another_thread_has_set_the_default_dt
     (waits,) = served.prepared.events.named("capture.waits")
     assert waits.facts == {"changed": "default_dtype: torch.float32 -> torch.float64"}
     assert served.decode(2) == "FULL 2"
-    assert (
-        served.prepared.capture_idle(1e9) == len(EVERYTHING) - len(before) - 1 or strategy == "lazy"
-    )
+    missing = len(EVERYTHING) - len(before) - 1
+    assert served.prepared.capture_idle(1e9) == missing or strategy == "lazy"
 
 
 def test_captures_of_code_that_takes_over_meanwhile_wait_for_the_same_settings(make):
-    served = make(strategy="lazy")
-    served.prepared.capture()
+    served = make(strategy="lazy").capture()
     served.prepared.release()
     torch.set_default_dtype(torch.float64)
     try:
@@ -363,13 +322,9 @@ def test_nothing_returns_that_was_never_there_and_another_keep_is_refused(make):
 )
 def test_every_step_is_right_under_every_strategy(make, strategy, per_step, failing, batches):
     own = "eager" if strategy == "eager" else STRATEGIES[strategy](captures_per_step=per_step)
-    served = make(
-        strategy=own,
-        options={"failing_captures": failing},
-    )
-    served.prepared.capture()
+    served = make(strategy=own, options={"failing_captures": failing}).capture()
     served.prepared.seal()
-    most = {"eager": 0}.get(strategy, per_step)
+    most = 0 if strategy == "eager" else per_step
     for is_decode, n in batches:
         before = len(served.captures)
         if n == 0:
@@ -392,32 +347,27 @@ def test_after_release_nothing_is_remembered_of_earlier_captures(make):
 
 
 def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(make, monkeypatch):
-    served = make((2, 4, 8), strategy="lazy")
-    served.prepared.capture()
+    served = make((2, 4, 8), strategy="lazy").capture()
     for n in (8, 2, 9) * 3:
         served.decode(n)
-    asked = []
-    monkeypatch.setattr(
-        served.prepared.parts.strategies.capturer, "before_step", lambda *facts: asked.append(facts)
-    )
-    assert served.prepared.parts.strategies.capturer.active
+    capturer, asked = served.prepared.parts.strategies.capturer, []
+    monkeypatch.setattr(capturer, "before_step", lambda *facts: asked.append(facts))
+    assert capturer.active
     for n in (8, 2, 9):
         served.decode(n)
     assert asked == []
 
 
 def test_steps_that_do_not_ask_the_strategy_count_as_uses(make):
-    served = make((1, 2, 4, 8), strategy="lazy")
-    served.prepared.capture()
+    served = make((1, 2, 4, 8), strategy="lazy").capture()
     for n in (2, 2, 2, 2, 1):
         served.decode(n)
-    assert served.prepared.parts.strategies.capturer.queue.states[6].hits == 4
-    assert served.prepared.parts.strategies.capturer.queue.step == 5
+    queue = served.prepared.parts.strategies.capturer.queue
+    assert (queue.states[6].hits, queue.step) == (4, 5)
 
 
 def test_a_batch_that_is_not_valid_captures_nothing(make):
-    served = make((1, 2, 4, 8), strategy="lazy")
-    served.prepared.capture()
+    served = make((1, 2, 4, 8), strategy="lazy").capture()
     for num_reqs in (-1, 3):
         with pytest.raises(BatchInvalid):
             served.prepared.dispatch(Batch(2, num_reqs))

@@ -12,6 +12,12 @@ def facts(served, name):
     return [event.facts for event in served.prepared.events.named(name)]
 
 
+def owners(served):
+    """The bytes of each owner of memory."""
+    rows = served.prepared.parts.strategies.ledger.rows()
+    return {row["owner"]: row["bytes"] for row in rows}
+
+
 def task(done, *shapes):
     return AuxiliaryTask("sampler", shapes, "it follows each step", done.append)
 
@@ -110,25 +116,16 @@ def test_a_failing_task_is_the_engines_own_error(make):
 def test_the_memory_plan_is_known_before_anything_is_captured(make):
     total = 1_000_000
     served = make((1, 2, 4, 8), strategy="eager", options={"graph_bytes": 1000, "limit": total})
-    foreseen = served.prepared.parts.strategies.memory_plan(0.5)
+    foreseen = served.prepared.memory_plan(0.5)
     assert served.used == 0
     assert served.captures == []
-    weights = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
-    assert weights == {"weights": 16, "static buffers": 2048 * 16}
+    assert owners(served) == {"weights": 16, "static buffers": 2048 * 16}
     served.prepared.capture()
     assert foreseen.graphs == pytest.approx(served.used, rel=0.1)
     assert foreseen.kv_cache == total // 2 - 16 - 2048 * 16 - foreseen.graphs
-    plan = served.prepared.parts.strategies.memory_plan(0.5)
+    plan = served.prepared.memory_plan(0.5)
     assert plan.graphs == served.used
-    pools = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
-    assert pools["graph pool PIECEWISE"] + pools["graph pool FULL"] == served.used
-
-
-def test_dropped_sizes_do_not_count_in_the_plan(make):
-    limited = make(
-        (1, 2, 4, 8), steps={"memory_limit": 5000}, options={"graph_bytes": 1000, "limit": 10**6}
-    )
-    assert limited.prepared.parts.strategies.memory_plan().graphs <= 5000
+    assert owners(served)["graph pool PIECEWISE"] + owners(served)["graph pool FULL"] == served.used
 
 
 def with_metadata(descriptor, mode):
@@ -150,10 +147,10 @@ def needing_metadata(make, **settings):
 @pytest.mark.parametrize("settings", [{}, {"steps": {"memory_limit": 10**5}}])
 def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(make, settings):
     served = needing_metadata(make, **settings)
-    assert served.prepared.parts.strategies.memory_plan().graphs == 0
-    assert served.prepared.parts.strategies.memory_plan(metadata_for=with_metadata).graphs > 0
+    assert served.prepared.memory_plan().graphs == 0
+    assert served.prepared.memory_plan(metadata_for=with_metadata).graphs > 0
     served = needing_metadata(make, **settings)
-    assert served.prepared.parts.strategies.memory_plan().graphs == 0
+    assert served.prepared.memory_plan().graphs == 0
     served.prepared.capture(with_metadata)
     assert served.captures == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
 
@@ -161,16 +158,15 @@ def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(ma
 def test_metadata_given_once_holds_for_later_captures(make):
     served = needing_metadata(make, strategy="lazy")
     served.prepared.warm_up(with_metadata)
-    assert served.prepared.parts.strategies.memory_plan().graphs > 0
+    assert served.prepared.memory_plan().graphs > 0
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
     assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"]
 
 
-def test_a_plan_and_a_capture_probe_once(make):
-    served = make(
-        (1, 2, 4, 8), steps={"memory_limit": 10**5}, options={"graph_bytes": 1000, "limit": 10**6}
-    )
-    served.prepared.parts.strategies.memory_plan()
+def test_a_plan_and_a_capture_probe_once_and_dropped_sizes_do_not_count_in_the_plan(make):
+    options = {"graph_bytes": 1000, "limit": 10**6}
+    served = make((1, 2, 4, 8), steps={"memory_limit": 5000}, options=options)
+    assert served.prepared.memory_plan().graphs <= 5000
     probed = len(facts(served, "capture.recorded"))
     assert probed == 10
     served.prepared.capture()
@@ -186,11 +182,9 @@ def test_an_unknown_kind_to_skip_is_refused(make, skip):
 
 
 def test_released_pools_take_nothing_in_the_ledger(make):
-    served = make((8,), options={"graph_bytes": 1000})
-    served.prepared.capture()
-    served.prepared.parts.strategies.memory_plan()
-    before = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
+    served = make((8,), options={"graph_bytes": 1000}).capture()
+    served.prepared.memory_plan()
+    before = owners(served)
     served.prepared.release()
-    after = {row["owner"]: row["bytes"] for row in served.prepared.parts.strategies.ledger.rows()}
     assert before["graph pool FULL"] > 0
-    assert after == {**before, "graph pool FULL": 0, "graph pool PIECEWISE": 0}
+    assert owners(served) == {**before, "graph pool FULL": 0, "graph pool PIECEWISE": 0}
