@@ -7,7 +7,6 @@ Inductor alone: a program that runs there must run here.
 
 import collections
 import copy
-import functools
 import json
 import math
 import sys
@@ -85,18 +84,10 @@ def named_tuple(p):
     return Point(p.x + p.y, p.x - p.y)
 
 
-def generator(x):
-    return sum(part * i for i, part in enumerate(x.unbind(1)))
-
-
 def early_return(x, flag):
     if flag:
         return x + 1
     return x - 1
-
-
-def partial(x):
-    return functools.reduce(torch.add, map(functools.partial(torch.mul, x), (1, 2, 3)))
 
 
 def sorted_parts(x):
@@ -122,16 +113,8 @@ def constants(x):
     return x + torch.tensor([1.0] * 8) * torch.arange(8) + torch.zeros(x.size(0), 1)
 
 
-def einsum(x, y):
-    return torch.einsum("bi,bj->bij", x, y).sum(0) @ torch.einsum("bi->i", x)
-
-
 def complex_numbers(x):
     return torch.view_as_real(torch.view_as_complex(x.reshape(-1, 4, 2)) * 1j).abs()
-
-
-def quantile(x):
-    return torch.quantile(x, torch.tensor([0.1, 0.9]), dim=1) + x.std() + x.median()
 
 
 def sparse(x):

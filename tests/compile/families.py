@@ -3,11 +3,15 @@
 Released configurations are in released.json, and their table in released_table.py.
 """
 
+import copy
 import inspect
 
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from piecegraph import ForwardContext, forward_context
+from piecegraph.tools.integrations.transformers import PackedRequests
 
 LARGEST = 5_000_000
 
@@ -78,3 +82,23 @@ def own_model(family, seed=0):
             if not parameter.any():
                 parameter.normal_(std=0.02)
     return model.eval().requires_grad_(False)
+
+
+def positions_of(lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def results(model, requests, layers=None):
+    """Of each request, in one step of `model` over all of them, with `layers` or its own."""
+    lengths = tuple(map(len, requests))
+    context = ForwardContext(layers or model.layers, PackedRequests(lengths))
+    with torch.no_grad(), forward_context(context):
+        return model(torch.cat(requests), positions_of(lengths)).split(lengths)
+
+
+def assert_as_alone(own, requests, found, rtol=1e-4, atol=1e-5):
+    """Each request has the result of the model's own forward for it alone."""
+    for ids, result in zip(requests, found, strict=True):
+        with torch.no_grad():
+            expected = copy.deepcopy(own)(input_ids=ids[None])[0][0]
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=atol)

@@ -42,20 +42,18 @@ class Start:
             return self.compiled.link()(*inputs)[0]
 
 
-def start(model, root, *, examples=None, exchange=None, **given):
-    """Start `model` from the cache at `root`, by default with the text compiler and input `x`."""
+def request_of(model, root=None, *, examples=None, exchange=None, **given):
+    """A start of `model` on the cache at `root`, by default with the text compiler and `x`."""
     inputs = {} if examples is not None else {"inputs": X}
     settings = Config(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})
     config, events = compile_config(settings), Events()
-    request = CompileRequest(
-        model,
-        config,
-        Cache(root, events),
-        events,
-        CPU,
-        examples,
-        exchange,
-        needs_bundle=settings.bundle is BundleUse.FORCE,
-    )
-    key = trace_key(model, config, CPU, examples)
-    return Start(compile_model(request), events, key)
+    force = settings.bundle is BundleUse.FORCE
+    cache = Cache(root, events)
+    return CompileRequest(model, config, cache, events, CPU, examples, exchange, needs_bundle=force)
+
+
+def start(model, root, **given):
+    """What the start of `request_of` does."""
+    request = request_of(model, root, **given)
+    key = trace_key(model, request.config, CPU, request.examples)
+    return Start(compile_model(request), request.events, key)

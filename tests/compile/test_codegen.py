@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.compile.ir.serialization import Expr, Ref
-from piecegraph.compile.plan.codegen import build_step, resolve_op, step_source
+from piecegraph.compile.plan.codegen import build_step, step_source
 
 from .plans import call, piece, small_plan
 
@@ -21,60 +21,6 @@ WEIGHTS = {"a.b": torch.ones(8)}
 def run(steps, results, *pieces, **hooks):
     plan = small_plan(steps, *results)
     return build_step(plan, pieces, WEIGHTS, **hooks)(X)
-
-
-def test_values_pass_from_step_to_step():
-    steps = [
-        piece("i0", "w0", "s0", outs=("t0", "t1")),
-        call("mix.default", Ref("t0"), Ref("t1"), "layer"),
-        piece("t1", "s0", outs=("t2",), index=1),
-    ]
-    seen = []
-
-    def first(args):
-        x, weight, size = args
-        seen.append(size)
-        return x + weight, torch.empty_like(x)
-
-    (out,) = run(steps, ["t2"], first, lambda args: (args[0] * args[1],))
-    expected = torch.empty_like(X)
-    torch.ops.piecegraph_test.mix(X + 1, expected, "layer")
-    torch.testing.assert_close(out, expected * 3)
-    assert seen == [3]
-
-
-def test_results_of_calls_are_unpacked_and_unused_ones_skipped():
-    arguments = (Ref("i0"), [Expr("s0*2"), 4])
-    both = call("pair.default", *arguments, outs=("t0", "t1"), unpack=True, scale=2.0)
-    second = call("pair.default", *arguments, outs=(None, "t2"), unpack=True)
-    none = call("pair.default", *arguments)
-    one = call("fresh.default", Ref("i0"), "layer", outs=("t3",))
-    t0, t1, t2, t3 = run([both, none, second, one], ["t0", "t1", "t2", "t3"])
-    first, other = torch.ops.piecegraph_test.pair(X, [6, 4])
-    torch.testing.assert_close(t0, first * 2)
-    torch.testing.assert_close(t1, other)
-    torch.testing.assert_close(t2, other)
-    torch.testing.assert_close(t3, torch.ops.piecegraph_test.fresh(X, "layer"))
-
-
-def test_step_without_results_is_called_for_its_effects():
-    seen = []
-    assert run([piece("i0", outs=())], [], lambda args: seen.append(args[0].shape)) == ()
-    assert seen == [X.shape]
-
-
-def test_overloads_are_called_by_name():
-    (out,) = run([call("log.tagged", Ref("i0"), tag="abc", outs=("t0",))], ["t0"])
-    torch.testing.assert_close(out, X + 3)
-    assert resolve_op("piecegraph_test::log.tagged")._overloadname == "tagged"
-
-
-def test_sizes_and_inputs_can_be_results():
-    steps = [piece("i0", outs=("t0",))]
-    size, same, t0 = run(steps, ["2*s0 + 1", "i0", "t0"], lambda args: (args[0] + 1,))
-    assert size == 7
-    assert same is X
-    torch.testing.assert_close(t0, X + 1)
 
 
 def test_each_use_of_a_piece_and_of_an_op_can_be_wrapped():

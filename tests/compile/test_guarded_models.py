@@ -5,21 +5,17 @@ import types
 import pytest
 import torch
 
-from piecegraph.cache import Cache
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir import registered_compilers as registry
-from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
 from piecegraph.compile.verify import trace_difference
-from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialized, TraceFailed
-from piecegraph.events import Events
 from tests.text_compiler import compile_text, load_texts
 
 from . import size_models
 from .models import Body, X, assert_right, marked_line, place
 from .size_models import CHOOSING, MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
-from .starts import CPU
+from .starts import request_of
 
 pytestmark = pytest.mark.compile
 
@@ -163,14 +159,8 @@ def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_two_pieces(compi
     assert [symbols[:1] == ["u0"] for symbols in seen] == [True, False, False]
     assert [trace.ranges[0].low for trace in made.plan.traces()] == [1, 2]
     assert_right(made, model, (1, 2, 3, 7, 64))
-    assert difference(model, made.plan, compiler="text") is None  # a verification finds no other
-
-
-def difference(model, plan, **settings):
-    config = compile_config(Config(inputs=X, **settings))
-    return trace_difference(
-        CompileRequest(model, config, Cache(None, Events()), Events(), CPU), plan
-    )
+    request = request_of(model, max_num_tokens=2048)
+    assert trace_difference(request, made.plan) is None  # a verification finds no other
 
 
 @pytest.mark.parametrize(

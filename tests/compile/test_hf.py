@@ -37,6 +37,7 @@ from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall
 from tests.text_compiler import use_text_compiler  # noqa: E402
 
 from . import families  # noqa: E402
+from .families import assert_as_alone, results  # noqa: E402
 
 pytestmark = [
     pytest.mark.compile,
@@ -90,12 +91,8 @@ def test_family_equals_its_own_attention(compiled, own_model, family, traced):
         settings = {"inputs": INPUTS, "max_num_tokens": 64}
         made = compiled(model, splitting_ops=model.settings["splitting_ops"], **settings)
     for lengths in ((1,), (2,), (7,), (33,), (3, 1, 20)):
-        ids, positions = torch.randint(64, (sum(lengths),)), packed_positions(lengths)
-        actual = step(made, ids, positions, query_lens=lengths, layers=model.layers)
-        parts = zip(*(x.split(lengths) for x in (ids, positions, actual)), strict=True)
-        for one, place, result in parts:
-            expected = own(input_ids=one[None], position_ids=place[None])[0][0]
-            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        requests = torch.randint(64, (sum(lengths),)).split(lengths)
+        assert_as_alone(own, requests, results(made, requests, model.layers))
 
 
 @pytest.mark.heavy
@@ -106,14 +103,8 @@ def test_family_under_inductor(compiled, own_model, family):
     settings = {"inputs": INPUTS, "splitting_ops": (SPLITTING_OP,), "max_num_tokens": 64}
     made = compiled(model, compiler="inductor", **settings)
     for size in (1, 7, 64):
-        ids, positions = torch.randint(64, (size,)), torch.arange(size)
-        expected = own(input_ids=ids[None], position_ids=positions[None])[0][0]
-        actual = step(made, ids, positions, query_lens=(size,))
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def packed_positions(lengths):
-    return torch.cat([torch.arange(length) for length in lengths])
+        requests = [torch.randint(64, (size,))]
+        assert_as_alone(own, requests, results(made, requests, model.layers))
 
 
 REFUSED = {
@@ -214,18 +205,6 @@ ENCODERS = {
         (3, 16, 16),
         5,
     ),
-    "siglip": (
-        lambda: transformers.SiglipVisionModel(
-            transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
-        ),
-        (3, 16, 16),
-        4,
-    ),
-    "clip": (
-        lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
-        (3, 16, 16),
-        5,
-    ),
     "whisper": (
         lambda: transformers.WhisperModel(
             transformers.WhisperConfig(
@@ -241,8 +220,7 @@ ENCODERS = {
 """An encoder, the form of an image or a sound, and its number of tokens."""
 
 
-@pytest.mark.parametrize("name", ["vit", *(pytest.param(n, marks=pytest.mark.heavy)
-                                           for n in ("siglip", "clip", "whisper"))])  # fmt: skip
+@pytest.mark.parametrize("name", ["vit", pytest.param("whisper", marks=pytest.mark.heavy)])
 def test_encoder_has_graphs_by_number_of_images(name):
     """A budget of images in a batch, and of tokens in an image: each image is a request.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from piecegraph import Batch, Config, ForwardContext, ReplayBackend, forward_context, prepare
+from piecegraph import Batch, Config, ReplayBackend, prepare
 from piecegraph.errors import ModelNotAdaptable
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +24,7 @@ from piecegraph.tools.integrations.transformers.small import build_calm, small_c
 from tests.processes import PYTHON, output_of  # noqa: E402
 
 from . import families, released_table  # noqa: E402
+from .families import assert_as_alone, positions_of, results  # noqa: E402
 from .test_proof import gemma3n  # noqa: E402
 
 pytestmark = [
@@ -59,33 +60,42 @@ def drawn(model):
     return model.eval()
 
 
-def results(model, requests):
-    """Of each request, in one uncompiled step over all of them."""
-    lengths = tuple(len(ids) for ids in requests)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    with forward_context(ForwardContext(model.layers, PackedRequests(lengths))):
-        return model(torch.cat(requests), positions).split(lengths)
+def served(model, **settings):
+    """`model` prepared for steps of at most 4 requests, with graphs where `capture_sizes` are."""
+    given = {**model.settings, "max_num_tokens": 128, "max_num_reqs": 4, "compiler": "eager"}
+    given["graph_mode"] = "PIECEWISE" if "capture_sizes" in settings else "NONE"
+    config = Config(**{**given, **settings}, cache=False)
+    prepared = prepare(model, config, layers=model.layers, backend=ReplayBackend())
+    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    return prepared
+
+
+def step(prepared, requests, *more):
+    """The decision for a step over requests, and the result of each."""
+    lengths = tuple(map(len, requests))
+    decision = prepared.dispatch(Batch(sum(lengths), len(lengths)))
+    inputs = torch.cat(requests), positions_of(lengths), *more
+    result = prepared.run(decision, *inputs, metadata=PackedRequests(lengths))
+    return decision, result.split(lengths)
 
 
 def prepared_results(model, requests):
     """As `results`, traced."""
-    settings = {**model.settings, "max_num_tokens": 128, "max_num_reqs": 4, "compiler": "eager"}
-    config = Config(**settings, cache=False, graph_mode="NONE")
-    prepared = prepare(model, config, layers=model.layers)
-    lengths = tuple(len(ids) for ids in requests)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    decision = prepared.dispatch(Batch(sum(lengths), len(lengths)))
-    metadata = PackedRequests(lengths)
-    return prepared.run(decision, torch.cat(requests), positions, metadata=metadata).split(lengths)
+    return step(served(model), requests)[1]
+
+
+def captured_results(model, requests):
+    """As `results`, of a step in a PIECEWISE graph."""
+    decision, found = step(served(model, max_num_tokens=64, capture_sizes=(64,)), requests)
+    assert decision.mode.name == "PIECEWISE"
+    return found
 
 
 def assert_equal_alone(own, lengths=LENGTHS, run=results, **settings):
     """Each request of a step has the result of the model's own forward for it alone."""
     model = PackedModel(copy.deepcopy(own), **settings)
     requests = [torch.randint(3, 60, (length,)) for length in lengths]
-    for ids, result in zip(requests, run(model, requests), strict=True):
-        expected = copy.deepcopy(own)(input_ids=ids[None])[0][0]
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert_as_alone(own, requests, run(model, requests))
     return model
 
 
@@ -103,28 +113,13 @@ def test_longrope_has_the_factors_of_what_is_served():
     model = assert_equal_alone(own, (33, 60))
     settled = copy.deepcopy(own)
     settle_rope(settled)
-    (result,) = results(model, [torch.arange(3, 9)])
-    expected = settled(input_ids=torch.arange(3, 9)[None])[0][0]
-    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    requests = [torch.arange(3, 9)]
+    assert_as_alone(settled, requests, results(model, requests))
     short = copy.deepcopy(own)
     settle_rope(short)
     settle_rope(short, 32)
     ids = torch.arange(3, 9)[None]
     torch.testing.assert_close(short(input_ids=ids)[0], own(input_ids=ids)[0])
-
-
-def captured_results(model, requests):
-    """As `results`, of a step in a PIECEWISE graph."""
-    settings = {**model.settings, "max_num_tokens": 64, "max_num_reqs": 4, "compiler": "eager"}
-    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(64,))
-    prepared = prepare(model, config, layers=model.layers, backend=ReplayBackend())
-    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
-    lengths = tuple(len(ids) for ids in requests)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    decision = prepared.dispatch(Batch(sum(lengths), len(lengths)))
-    assert decision.mode.name == "PIECEWISE"
-    metadata = PackedRequests(lengths)
-    return prepared.run(decision, torch.cat(requests), positions, metadata=metadata).split(lengths)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +217,7 @@ def test_layers_whose_sparsity_dynamo_cannot_trace_are_mixers(run, monkeypatch):
     model = PackedModel(copy.deepcopy(own), config=Config(cache=False))
     assert list(model.layers) == [f"layers.{i}.mlp" for i in range(10)]
     requests = [torch.randint(3, 60, (length,)) for length in LENGTHS]
-    for ids, result in zip(requests, run(model, requests), strict=True):
-        expected = own(input_ids=ids[None])[0][0]
-        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-4)
+    assert_as_alone(own, requests, run(model, requests), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", one_and_heavy("UMT5", "T5", "UMT5"))
@@ -260,9 +253,7 @@ def test_layers_that_read_values_on_the_host(family):
 def test_memory_for_the_results_of_two_ops_is_no_result_of_mixed_rows():
     """JetMoE has nothing but mixers between two ops: both results are allocated in one piece."""
     model = PackedModel(drawn(families.own_model("jetmoe")))
-    settings = {**model.settings, "max_num_tokens": 16, "max_num_reqs": 4, "compiler": "eager"}
-    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(8, 16))
-    prepared = prepare(model, config, backend=ReplayBackend(), layers=model.layers)
+    prepared = served(model, max_num_tokens=16, capture_sizes=(8, 16))
     assert not prepared.events.named("rows_mixed")
 
 
@@ -271,17 +262,11 @@ def test_steps_of_experts_are_padded_in_float32(family):
     """Rows are grouped by expert inside of one layer: what leaves a piece are rows of tokens."""
     own = drawn(families.own_model(family))
     model = PackedModel(copy.deepcopy(own))
-    settings = {**model.settings, "max_num_tokens": 16, "max_num_reqs": 4, "compiler": "eager"}
-    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(8, 16))
-    prepared = prepare(model, config, backend=ReplayBackend(), layers=model.layers)
-    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    prepared = served(model, max_num_tokens=16, capture_sizes=(8, 16))
     requests = [torch.randint(3, 60, (length,)) for length in (3, 6)]
-    positions = torch.cat([torch.arange(len(ids)) for ids in requests])
-    decision = prepared.dispatch(Batch(9, 2))
+    decision, found = step(prepared, requests)
     assert (decision.mode.name, decision.descriptor.num_tokens) == ("PIECEWISE", 16)
-    result = prepared.run(decision, torch.cat(requests), positions, metadata=PackedRequests((3, 6)))
-    for ids, rows in zip(requests, result.split((3, 6)), strict=True):
-        torch.testing.assert_close(rows, own(input_ids=ids[None])[0][0], rtol=1e-4, atol=1e-5)
+    assert_as_alone(own, requests, found)
     assert not prepared.events.named("rows_mixed")
 
 
@@ -320,17 +305,12 @@ def test_heads_run_for_each_request_and_token_types_are_an_input():
     own = drawn(transformers.BertForSequenceClassification(config))
     model = PackedModel(copy.deepcopy(own))
     inputs = {**model.settings["inputs"], "token_type_ids": "int64[num_tokens]"}
-    settings = {**model.settings, "inputs": inputs, "max_num_tokens": 64, "max_num_reqs": 4}
-    config = Config(**settings, compiler="eager", cache=False, graph_mode="NONE")
-    prepared = prepare(model, config, layers=model.layers)
-    ids, positions = torch.randint(3, 60, (12,)), torch.tensor([0, 1, 2, 3, 4, *range(7)])
-    types = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1])
-    hidden = prepared.run(
-        prepared.dispatch(Batch(12, 2)), ids, positions, types, metadata=PackedRequests((5, 7))
-    )
-    first, second = model.own_head(hidden, ids, (5, 7))
-    for result, rows in ((first, slice(0, 5)), (second, slice(5, 12))):
-        expected = own(input_ids=ids[None, rows], token_type_ids=types[None, rows])
+    requests = torch.randint(3, 60, (12,)).split((5, 7))
+    types = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 1, 1, 1, 1, 1])
+    _, hidden = step(served(model, inputs=inputs), requests, torch.cat(types))
+    heads = model.own_head(torch.cat(hidden), torch.cat(requests), (5, 7))
+    for result, ids, kinds in zip(heads, requests, types, strict=True):
+        expected = own(input_ids=ids[None], token_type_ids=kinds[None])
         torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 

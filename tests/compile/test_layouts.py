@@ -13,16 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph.cache import Cache
-from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.plan import Plan
 from piecegraph.compile.verify import trace_difference
-from piecegraph.config import Config, compile_config
-from piecegraph.events import Events
 from tests.text_compiler import use_text_compiler
 
-from .models import MIX, Stack, X
-from .starts import CPU, start
+from .models import MIX, Stack
+from .starts import request_of, start
 
 pytestmark = pytest.mark.compile
 LAYERS, PLACES = 4, 16
@@ -58,10 +54,7 @@ def in_one_buffer(seed: int, begin: int = 0) -> Callable[[Tensor], Tensor]:
 
 
 def difference(model: nn.Module, plan: Plan) -> str | None:
-    settings = Config(compiler="text", max_num_tokens=64, inputs=X, splitting_ops=MIX)
-    events = Events()
-    request = CompileRequest(model, compile_config(settings), Cache(None, events), events, CPU)
-    return trace_difference(request, plan)
+    return trace_difference(request_of(model, splitting_ops=MIX), plan)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.errors import ArgumentFixed, InputMismatch, ModelMismatch, SizeOutOfRange
@@ -71,69 +70,6 @@ def test_pieces_are_one_more_than_layers_and_three_unique(compiled, layers, odd,
 def test_equal_pieces_are_found_under_every_shape_type(compiled, shapes):
     made = compiled(Stack(5), inputs=X, splitting_ops=MIX, tracing={"dynamic_shapes": shapes})
     assert len(made.plan.pieces) == 3
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: Stack(5, 2), pytest.param(lambda: Mamba(4), marks=pytest.mark.heavy)]
-)
-def test_reuse_of_equal_pieces_changes_no_output(compiled, monkeypatch, make):
-    from piecegraph.compile.plan import split_model
-
-    model = make()
-    settings = {"inputs": X, "splitting_ops": model_ops(model)}
-    shared = compiled(model, **settings)
-    numbered = iter(range(100))
-    original = split_model.fingerprint
-    monkeypatch.setattr(
-        split_model, "fingerprint", lambda *args: f"{original(*args)}-{next(numbered)}"
-    )
-    apart = compiled(model, **settings)
-    assert len(apart.plan.pieces) == len(apart.plan.piece_uses()) > len(shared.plan.pieces)
-    for size in SIZES:
-        x = torch.randn(size, 8)
-        torch.testing.assert_close(shared(x), apart(x), rtol=0, atol=0)
-
-
-def model_ops(model):
-    return ("piecegraph_test::scan",) if isinstance(model, Mamba) else MIX
-
-
-class Mixer(nn.Module):
-    """A selective state-space mixer (Gu and Dao): gates around a recurrence, which is the op."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.name = name
-        self.inner = nn.Linear(8, 32)
-        self.conv = nn.Parameter(torch.randn(16, 3) * 0.3)
-        self.outer = nn.Linear(16, 8)
-        self.decay = nn.Parameter(torch.rand(16))
-
-    def forward(self, x):
-        value, gate = self.inner(x).chunk(2, -1)
-        padded = F.pad(value.t()[None], (2, 0))
-        value = F.silu(F.conv1d(padded, self.conv[:, None], groups=16)[0].t())
-        return x + self.outer(ops.scan(value, self.decay, self.name) * F.silu(gate))
-
-
-class Mamba(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Mixer(f"mixer.{i}") for i in range(layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_state_space_mixer_as_splitting_op(compiled):
-    model = Mamba(3)
-    made = compiled(model, inputs=X, splitting_ops=("piecegraph_test::scan",))
-    assert len(made.plan.pieces) == 3
-    for size in SIZES:
-        same(made, model, torch.randn(size, 8))
 
 
 class Cross(nn.Module):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import Graph
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
@@ -26,28 +25,8 @@ prims = torch.ops.prims
 CPU = torch.device("cpu")
 
 
-def lowered(function, *inputs):
-    """The graph that a post-grad pass sees, by Inductor's own decompositions."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(
-        *inputs
-    )
-
-
 def targets(graph):
     return [node.target for node in graph.graph.nodes if node.op == "call_function"]
-
-
-def rewritten(module, function, *inputs):
-    """Apply a pass, and check that the graph still computes what `function` does."""
-    graph = lowered(function, *inputs)
-    rewrites = module.apply(graph.graph)
-    graph.graph.eliminate_dead_code()
-    graph.graph.lint()
-    graph.recompile()
-    torch.testing.assert_close(graph(*inputs), function(*inputs))
-    return rewrites, graph
 
 
 SUMS = [

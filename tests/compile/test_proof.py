@@ -6,19 +6,20 @@ import sys
 import pytest
 import torch
 
-from piecegraph import Config, ForwardContext, forward_context
+from piecegraph import Config
 from piecegraph.errors import ModelNotAdaptable
 
 transformers = pytest.importorskip("transformers")
 
 from piecegraph.tools.integrations.transformers import (  # noqa: E402
     PackedModel,
-    PackedRequests,
     proof,
     routing,
     small,
 )
 from piecegraph.tools.integrations.transformers import adapt as adapt_function  # noqa: E402
+
+from .families import assert_as_alone, results  # noqa: E402
 
 adapt_module = sys.modules[adapt_function.__module__]
 
@@ -73,14 +74,7 @@ def packed(own):
 
 
 def assert_equal_to_alone(own, served, requests):
-    lengths = tuple(map(len, requests))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    with torch.no_grad(), forward_context(ForwardContext(served.layers, PackedRequests(lengths))):
-        results = served(torch.cat(requests), positions).split(lengths)
-    for ids, actual in zip(requests, results, strict=True):
-        with torch.no_grad():
-            expected = own(input_ids=ids[None]).last_hidden_state[0]
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_as_alone(own, requests, results(served, requests), atol=1e-4)
 
 
 def ids(*lengths):

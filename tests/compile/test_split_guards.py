@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.cache import Cache
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
-from piecegraph.compile.ir.compilation import Compiler, CompileRequest
+from piecegraph.compile.ir.compilation import Compiler
 from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.verify import trace_difference
-from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardUnproved, HostRead, IntervalsDiffer, UnknownSplittingOp
-from piecegraph.events import Events
 from piecegraph.torch_compat.basics.symbolic import statically_true
 from tests import text_compiler
 from tests.text_compiler import compile_text, load_texts, use_text_compiler
@@ -24,12 +21,12 @@ from tests.text_compiler import compile_text, load_texts, use_text_compiler
 from . import size_models
 from .models import MIX, Body, X, assert_right, marked_line, place
 from .size_models import MARK, heads, multiple_of_128
+from .starts import request_of
 from .test_guarded_models import OfRequests
 
 pytestmark = pytest.mark.compile
 
 SPLIT = {"guards": "split"}
-CPU = torch.device("cpu")
 BOUNDARIES = (1, 2, 7, 8, 9, 10, 63, 64, 65, 66, 2047, 2048)
 
 
@@ -82,10 +79,8 @@ def test_a_model_without_such_a_choice_has_one_trace(compiled):
 def start(model, folder, monkeypatch, **settings):
     """A start with a compiler that keeps artifacts, and its request."""
     use_text_compiler(monkeypatch)
-    given = {"inputs": X, "splitting_ops": MIX, "compiler": "text", "tracing": SPLIT}
-    events = Events()
-    config = compile_config(Config(**{**given, **settings}))
-    request = CompileRequest(model, config, Cache(folder, events), events, CPU)
+    given = {"splitting_ops": MIX, "max_num_tokens": 2048, "tracing": SPLIT, **settings}
+    request = request_of(model, folder, **given)
     torch._dynamo.reset()
     return compile_model(request), request
 
@@ -272,12 +267,10 @@ def test_what_keeps_one_interval_from_being_traced_is_shown(compiled, policy):
 
 def test_an_error_of_another_way_to_trace_is_an_event(tmp_path):
     """That of the first way is raised."""
-    events, model = Events(), of_table([(n, float(n)) for n in range(2, 22, 2)])
-    config = compile_config(Config(inputs=X))
-    request = CompileRequest(model, config, Cache(tmp_path, events), events, CPU)
+    request = request_of(of_table([(n, float(n)) for n in range(2, 22, 2)]), tmp_path)
     with pytest.raises(GuardUnproved, match="num_tokens > 2,"):
         trace_with_guards(request)
-    (split,), (unbacked,) = map(events.named, ("trace.not_split", "trace.not_unbacked"))
+    (split,), (unbacked,) = map(request.events.named, ("trace.not_split", "trace.not_unbacked"))
     assert "at most 8 intervals" in split.facts["reason"]
     assert "cannot be traced" in unbacked.facts["reason"]
 

@@ -4,6 +4,7 @@ import errno
 import inspect
 import multiprocessing
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,17 +14,14 @@ from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.inspection import manifests
 from piecegraph.cache.names import BLOB_AREA
-from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_missing, find_model
 from piecegraph.compile.warm import NoBundle
-from piecegraph.config import Config, compile_config
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 from piecegraph.torch_compat.basics.modules import untagged
 from tests.text_compiler import use_text_compiler
 
-from .models import X
-from .starts import CPU, start
+from .starts import request_of, start
 
 pytestmark = [
     pytest.mark.compile,
@@ -154,8 +152,7 @@ def test_a_refused_start_is_looked_up_once(tmp_path):
 def test_what_another_process_stored_after_the_look_up_is_loaded(tmp_path, before):
     for gain in before:
         start(Tiny(gain), tmp_path)
-    events, config = Events(), compile_config(Config(compiler="text", inputs=X, max_num_tokens=64))
-    missing = find_model(CompileRequest(Tiny(3.0), config, Cache(tmp_path, events), events, CPU))
+    missing = find_model(request_of(Tiny(3.0), tmp_path))
     assert isinstance(missing, NoBundle)
     start(Tiny(3.0), tmp_path)
     assert compile_missing(missing).from_bundle
@@ -230,9 +227,7 @@ def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(tmp
 
 
 def test_a_start_whose_directory_cannot_be_used_says_so_and_what_to_do():
-    events = Events()
-    cache = Cache(None, events, off_reason="/x: Permission denied")
-    config = compile_config(Config(inputs=X, max_num_tokens=8))
-    miss = find_model(CompileRequest(Tiny(), config, cache, events, CPU))
+    cache = Cache(None, Events(), off_reason="/x: Permission denied")
+    miss = find_model(replace(request_of(Tiny(), compiler="inductor"), cache=cache))
     assert str(miss) == "the cache is off: /x: Permission denied"
     assert "cache_dir" in miss.remedy

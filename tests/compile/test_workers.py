@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from piecegraph import compile_ahead
-from piecegraph.cache import Cache
 from piecegraph.compile import ahead
 from piecegraph.compile.backends import in_workers, inductor
 from piecegraph.compile.backends import workers as pool
@@ -36,16 +35,16 @@ from piecegraph.compile.backends.worker import (
 from piecegraph.compile.backends.workers import Workers, command, number_of_workers
 from piecegraph.compile.bundle.key_factors import machine_key
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
-from piecegraph.compile.ir.compilation import KERNEL, CompileRequest
+from piecegraph.compile.ir.compilation import KERNEL
 from piecegraph.compile.plan.split_model import split_model
-from piecegraph.config import Config, compile_config
+from piecegraph.config import Config
 from piecegraph.events import Events
 from piecegraph.torch_compat.compiling.piece_data import NotData, dump_piece, dump_plain
 from piecegraph.torch_compat.tracing.dynamo import reasoning_about_sizes
 
 from . import ops as _registers  # noqa: F401
 from .models import MIX, Stack, X, assert_right
-from .starts import CPU
+from .starts import CPU, request_of
 
 pytestmark = pytest.mark.compile
 
@@ -238,9 +237,8 @@ class Ops(nn.Module):
 @pytest.fixture(scope="module")
 def split():
     """Of a model whose first piece is of torch's ops; the second is not."""
-    config, events = compile_config(Config(inputs=X, splitting_ops=MIX)), Events()
-    request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
-    return split_model(trace_with_guards(request), events)[0]
+    request = request_of(Ops(), compiler="inductor", splitting_ops=MIX)
+    return split_model(trace_with_guards(request), request.events)[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,16 +6,12 @@ import json
 import pytest
 import torch
 
-from piecegraph.cache import Cache
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
-from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pieces.fingerprint import canonical_text
 from piecegraph.compile.plan.split_model import split_model
-from piecegraph.config import Config, compile_config
-from piecegraph.events import Events
 
-from .models import MIX, X
-from .starts import CPU
+from .models import MIX
+from .starts import request_of
 
 
 def _conditions(data):
@@ -37,11 +33,9 @@ def _conditions(data):
 def facts_of_trace(model, **settings):
     """All that a trace leaves, and how many calls were copied."""
     torch._dynamo.reset()
-    given = {"max_num_tokens": 64, "inputs": X, "splitting_ops": MIX, **settings}
-    config, events = compile_config(Config(**given)), Events()
-    request = CompileRequest(model, config, Cache(None, events), events, CPU, None, None)
+    request = request_of(model, **{"splitting_ops": MIX, **settings})
     (guarded,) = traces = trace_with_guards(request)
-    unique = [each.digest for each in split_model(traces, events)[0].unique]
+    unique = [each.digest for each in split_model(traces, request.events)[0].unique]
     trace, data = guarded.trace, guarded.trace.conditions.data
     facts = {
         "graph": canonical_text(trace.graph.graph, trace.graph),
@@ -51,7 +45,7 @@ def facts_of_trace(model, **settings):
         "same": sorted(map(json.dumps, data["same"])),
         "rest": [data["environment"], trace.conditions.obstacles],
     }
-    return facts, events.counters["equal_modules"]
+    return facts, request.events.counters["equal_modules"]
 
 
 def _is_implied(same, others):

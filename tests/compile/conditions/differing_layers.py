@@ -198,44 +198,6 @@ def tripled(module, inputs, output):
     return output * 3
 
 
-class Doubled(Layer):
-    def before(self, x):
-        return x * 2
-
-
-def set_name(layer, name):
-    layer.name = name
-
-
-CHANGES = {
-    "a number": lambda layer: layer.scales.__setitem__(0, 3.0),
-    "a number below": lambda layer: layer.scales[1].update(more=2.5),
-    "the sign of zero": lambda layer: layer.scales[1].update(more=-0.0),
-    "the type of a number": lambda layer: layer.scales.__setitem__(0, 2),
-    "an attribute over the class": lambda layer: setattr(
-        layer, "options", types.SimpleNamespace(gain=4.0)
-    ),
-    "a method": lambda layer: setattr(layer, "before", lambda x: x * 2),
-    "the forward": lambda layer: setattr(layer, "forward", lambda x: x * 2),
-    "the class": lambda layer: setattr(layer, "__class__", Doubled),
-    "a hook": lambda layer: layer.register_forward_hook(tripled),
-    "a hook below": lambda layer: layer.norm.register_forward_hook(tripled),
-    "a hook before": lambda layer: layer.register_forward_pre_hook(lambda m, x: (x[0] * 2,)),
-    "a submodule": lambda layer: setattr(layer.norm, "1", nn.Tanh()),
-    "no bias": lambda layer: setattr(layer.linear, "bias", None),
-    "the name": lambda layer: set_name(layer, "another"),
-    "the number": lambda layer: setattr(layer, "number", 9),
-    "an object": lambda layer: setattr(layer, "own", Factor(3)),
-    "a number of an object": lambda layer: setattr(layer.own, "factor", 3),
-    "a partial": lambda layer: setattr(layer, "part", functools.partial(torch.mul, other=3)),
-    "a dtype": lambda layer: layer.norm[0].double().float().half().float(),
-    "strides": lambda layer: setattr(
-        layer.linear, "weight", nn.Parameter(layer.linear.weight.detach().t().contiguous().t())
-    ),
-    "a setting of a submodule": lambda layer: setattr(layer.norm[0], "eps", 0.5),
-}
-
-
 def with_own(third, others, use):
     """A stack in which an attribute of the third layer differs."""
     return stack(
@@ -366,7 +328,12 @@ MODELS = {
     "a mark on a tensor": lambda: reading(lambda m, x: x.mark, marked),
     "a shared iterator": lambda: stack(lambda m, x: x * next(COUNTER)),
     "a method of an object": lambda: of_objects(lambda n: Factor(n).apply),
-    **{f"changed: {name}": changed(CHANGES[name]) for name in ("a hook", "strides")},
+    "a hook": changed(lambda layer: layer.register_forward_hook(tripled)),
+    "strides": changed(
+        lambda layer: setattr(
+            layer.linear, "weight", nn.Parameter(layer.linear.weight.detach().t().contiguous().t())
+        )
+    ),
     "known by the class": lambda: stack(
         lambda m, x: x * 3 if m is type(m).options.known[2] else x,
         lambda _, m, n: vars(Layer.options).setdefault("known", []).append(m),

@@ -13,7 +13,6 @@ from ..starts import start
 from ..traces import expect_equal_traces
 from . import named_layers
 from .differing_layers import (
-    CHANGES,
     COUNT,
     KNOWN,
     MODELS,
@@ -21,7 +20,6 @@ from .differing_layers import (
     Stack,
     by_closures,
     called_in_two_forms,
-    changed,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.compile]
@@ -32,9 +30,6 @@ def _text(monkeypatch):
     use_text_compiler(monkeypatch)
     KNOWN.clear()
     vars(Layer.options).pop("known", None)
-
-
-X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
 
 def each_time(names, cheap):
@@ -59,7 +54,7 @@ def test_a_layer_that_compares_a_size_with_its_number_is_copied():
 
 
 EACH_TIME = (
-    *("changed: a hook", "the end of the name", "autocast for one layer"),
+    *("a hook", "the end of the name", "autocast for one layer"),
     *("in a global list", "a float that is one object"),
 )
 
@@ -68,23 +63,6 @@ EACH_TIME = (
 def test_a_layer_that_differs_is_traced(name):
     with contextlib.suppress(CompileError):  # not to be traced, which is no wrong result
         expect_equal_traces(MODELS[name]())
-
-
-@pytest.mark.parametrize(
-    "names", [["a number", "a hook"], pytest.param([*CHANGES], marks=pytest.mark.heavy)]
-)
-def test_a_change_of_one_layer_is_a_miss(names, tmp_path):
-    begin(Stack(), tmp_path)
-    assert begin(Stack(), tmp_path, bundle="force").hit
-    wrong = []
-    for name in names:
-        model = changed(CHANGES[name])()
-        with contextlib.suppress(BundleMissing):
-            made = begin(model, tmp_path, bundle="force")
-            with torch.no_grad():
-                if not torch.allclose(made(X), model(X), atol=1e-5):
-                    wrong.append(name)
-    assert not wrong
 
 
 @pytest.mark.parametrize("variables", each_time(["abcd", "aaaa", "aabb"], ["aabb"]))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import types
 
@@ -113,8 +114,17 @@ class Layer(nn.Module):
         return x if self.results == 1 else (x, first)
 
 
+class Doubled(Layer):
+    def forward(self, x, residual=None, *, shift=0):
+        return super().forward(x * 2, residual, shift=shift)
+
+
 def tripled(module, inputs, output):
     return [each * 3 for each in output] if isinstance(output, tuple) else output * 3
+
+
+def doubled(module, inputs):
+    return inputs[0] * 2, *inputs[1:]
 
 
 CHANGES = {
@@ -152,6 +162,20 @@ CHANGES = {
     "frozen": lambda layer, other: layer.requires_grad_(False),
     "dtype": lambda layer, other: layer.gate.double(),
     "parts": lambda layer, other: setattr(layer, "parts", layer.parts[::-1]),
+    "type": lambda layer, other: layer.scales.__setitem__(0, 1),
+    "sign of zero": lambda layer, other: layer.scales.__setitem__(0, -0.0),
+    "forward": lambda layer, other: setattr(
+        layer, "forward", functools.partial(layer.forward, shift=3)
+    ),
+    "class": lambda layer, other: setattr(layer, "__class__", Doubled),
+    "pre-hook": lambda layer, other: layer.register_forward_pre_hook(doubled),
+    "submodule": lambda layer, other: setattr(layer, "wide", nn.Sequential(nn.Linear(8, 16))),
+    "partial": lambda layer, other: setattr(
+        layer, "function", functools.partial(torch.add, other=3)
+    ),
+    "strides": lambda layer, other: setattr(
+        layer.wide, "weight", nn.Parameter(layer.wide.weight.detach().t().contiguous().t())
+    ),
 }
 
 
@@ -198,22 +222,42 @@ PLANS = st.fixed_dictionaries(
 )
 
 
-def assert_results(found, expected, **tolerance):
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+ALIKE = {"layers": LAYERS, "style": "plain", "parts": range(1, len(PARTS)), "changes": ()}
+"""Layers of all parts without a change."""
+
+
+def is_right(made, model):
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(X)
+        found = made.compiled.link()(X)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.allclose(one, other, equal_nan=True, **tolerance)
+    return all(map(functools.partial(torch.allclose, atol=1e-5, equal_nan=True), found, expected))
+
+
+@pytest.mark.parametrize(
+    "names", [["number", "hook"], pytest.param([*CHANGES], marks=pytest.mark.heavy)]
+)
+def test_a_change_of_one_layer_is_a_miss(names, tmp_path, monkeypatch):
+    use_text_compiler(monkeypatch)
+    settings = {"splitting_ops": MIX, "bundle": "force"}
+    start(Stack(ALIKE), tmp_path, splitting_ops=MIX)
+    assert start(Stack(ALIKE), tmp_path, **settings).hit
+    wrong = []
+    for name in names:
+        torch._dynamo.reset()
+        model = Stack({**ALIKE, "changes": [(2, name)]})
+        with contextlib.suppress(BundleMissing):
+            if not is_right(start(model, tmp_path, **settings), model):
+                wrong.append(name)
+    assert not wrong
 
 
 @pytest.mark.parametrize("examples", [1, pytest.param(200, marks=pytest.mark.heavy)])
 def test_random_stacks(examples, tmp_path, monkeypatch):
     use_text_compiler(monkeypatch)
-    x = torch.linspace(-1, 1, 24).reshape(3, 8)
     roots = (tmp_path / str(number) for number in itertools.count())
     copied = 0
-
-    def result_of(made, model):
-        with torch.no_grad():
-            assert_results(made.compiled.link()(x), copy.deepcopy(model)(x), atol=1e-5)
 
     @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
     @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
@@ -227,10 +271,10 @@ def test_random_stacks(examples, tmp_path, monkeypatch):
                 facts_of_trace(model)
             return
         root = next(roots)
-        result_of(start(model, root, splitting_ops=MIX), model)
+        assert is_right(start(model, root, splitting_ops=MIX), model)
         changed = Stack({**plan, "changes": [*plan["changes"], (LAYERS - 1, late)]})
         with contextlib.suppress(BundleMissing):
-            result_of(start(changed, root, splitting_ops=MIX, bundle="force"), changed)
+            assert is_right(start(changed, root, splitting_ops=MIX, bundle="force"), changed)
 
     equals_tracing_each()
     assert copied or examples == 1
