@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from small_model import Small
 
-from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
+from piecegraph import Batch, Config, Events, PiecegraphError, compile_ahead, prepare
 from piecegraph.runtime.parts.ranks.ranks import Ranks
 
 imported()
@@ -54,8 +54,6 @@ def start(cache, options):
     ]
     facts = events.named("bundle")[-1].facts
     hit = prepared.compiled.from_bundle
-    if prepared.resolved.mode is not GraphMode.NONE:
-        prepared.capture(lambda descriptor, mode: None)
     uncompiled = 0.0
     ends_with = "libraries" if options.get("bundle") == "serve_ahead" else "switch"
     while (beside := prepared.report()["background"]) and not (
@@ -70,11 +68,9 @@ def start(cache, options):
         "torch": os.path.dirname(torch.__file__),
         "background": prepared.report()["background"],
         "error_of_uncompiled": uncompiled,
-        "bytes": facts.get("bytes"),
         "reason": f"{facts.get('reason')} {facts.get('detail', '')}",
         "compilers_loaded": loaded,
         "error_of_results": max(_difference(prepared, model, size) for size in SIZES),
-        "segments": [len(recording.segments) for _, recording in prepared.recordings()],
         "counters": dict(events.counters),
         "variables": {n: v for n, v in os.environ.items() if n.endswith("CACHE_DIR")},
     }

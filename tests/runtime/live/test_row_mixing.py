@@ -233,6 +233,34 @@ def test_the_check_leaves_no_trace():
     assert torch.equal(torch.rand(3), drawn)
 
 
+NUMBERS = {
+    "clamp": lambda x, ids: x.clamp(max=x.shape[0]),
+    "remainder": lambda x, ids: x + (ids % x.shape[0])[:, None],
+    "subtracted": lambda x, ids: (x - x.shape[0]).relu(),
+    "compared": lambda x, ids: torch.where(x > x.shape[0], 1.0, x),
+    "read in Python": lambda x, ids: x + torch.minimum(ids, torch.tensor(x.shape[0]))[:, None],
+}
+
+
+class OfNumbers(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def forward(self, x, ids):
+        return self.last(x, ids)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_number_of_tokens_that_some_data_hides_is_that_of_the_batch(case, compile):
+    """No run decides on it, also where one size alone is served by a graph of another."""
+    model = OfNumbers(NUMBERS[case])
+    prepared = captured(model, 16, inputs=INPUTS, capture_sizes=(2, 4, 8), compile=compile)
+    for size in (1, 2, 3, 5, 6):
+        right_step(prepared, model, torch.full((size, 4), 7.0), torch.full((size,), 7))
+
+
 HIDING = {
     "sum": (0.0, lambda m, x: x + x.exp().sum(0) * m.gate),
     "difference": (1.0, lambda m, x: x * m.gate + x.exp().sum(0) * (1 - m.gate)),

@@ -971,10 +971,15 @@ def with_an_empty_cell():
     return lambda: later
 
 
-@pytest.mark.parametrize("held", [float("nan"), with_an_empty_cell()])
-def test_what_equals_nothing_or_holds_nothing_is_itself(held):
+EMPTY = with_an_empty_cell()
+
+
+@pytest.mark.parametrize(
+    ("held", "in_step"), [(float("nan"), float("nan")), (EMPTY, EMPTY)], ids=["nan", "empty"]
+)
+def test_what_equals_nothing_or_holds_nothing_is_itself(held, in_step):
     reads = noted(lambda m: m.held, SPACE(held=held))
-    reads.check(ForwardContext({}, metadata=SPACE(held=copy.copy(held))))
+    reads.check(ForwardContext({}, metadata=SPACE(held=in_step)))
 
 
 class Bounded(SimpleNamespace):

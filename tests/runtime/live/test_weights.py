@@ -646,10 +646,20 @@ def test_metadata_that_moves_later_is_noticed_at_once(serve):
         served.prepared(x, batch=batch, metadata=starts[::2])
 
 
+class Kept(Scaled):
+    """What a parameter is made of stays of this class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Quantized(nn.Module):
     def __init__(self):
         super().__init__()
-        weight = Scaled(torch.rand(4), torch.tensor(2.0))
+        weight = Kept(torch.rand(4), torch.tensor(2.0))
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x):

@@ -35,6 +35,13 @@ def expected(x):
     return (x + 1) * 3 * 2 + 1
 
 
+def call_in_steps(served, call):
+    """Steps without a graph, captures and warm-up runs call it with their input."""
+    code = served.prepared._core.steps.code
+    stitched = code.call
+    code.call = lambda x: (call(x), stitched(x))[1]
+
+
 @pytest.fixture(scope="session")
 def compiled(temporary_op):
     op = temporary_op("strategy_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale)

@@ -18,6 +18,8 @@ from piecegraph.runtime.core.allowed_work import allow_compilation
 from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 from tests.processes import in_a_thread
 
+from .conftest import call_in_steps
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
@@ -53,13 +55,6 @@ def compiled_late():
     return torch.compile(late, backend="eager", dynamic=False)
 
 
-def compile_in_steps(served, compiled):
-    """Steps without a graph call `compiled`."""
-    code = served.prepared._core.code
-    stitched = code.call
-    code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
-
-
 def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed):
     served = sealed()
     compiled = compiled_late()
@@ -82,7 +77,7 @@ def test_an_inductor_compile_is_reported(sealed, monkeypatch, tmp_path):
 
 def test_in_a_step_the_shape_is_reported(sealed):
     served = sealed()
-    compile_in_steps(served, compiled_late())
+    call_in_steps(served, compiled_late())
     served.check(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
@@ -103,7 +98,7 @@ def test_what_compiles_outside_of_steps_ends_no_server(sealed):
     served = sealed("raise")
     compiled_late()(torch.ones(2))
     assert kinds(served) == ["Dynamo trace"]
-    compile_in_steps(served, torch.compile(lambda x: x * 3, backend="eager"))
+    call_in_steps(served, torch.compile(lambda x: x * 3, backend="eager"))
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*in a step of 11 tokens"):
         served.check(Batch(11, 1))
 

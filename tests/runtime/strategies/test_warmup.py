@@ -7,6 +7,8 @@ from piecegraph import AuxiliaryTask, Batch, get_forward_context
 from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.capture.breaks import recordable
 
+from .conftest import call_in_steps
+
 
 def facts(served, name):
     return [event.facts for event in served.prepared.events.named(name)]
@@ -81,20 +83,15 @@ def test_what_is_skipped_is_said_with_its_cost(make):
 
 
 def test_every_range_is_run_without_a_graph(make):
-    served = make((8,), strategy="lazy")
-    sizes, stitched = [], served.prepared._core.steps.code.call
-    served.prepared._core.steps.code.call = lambda *inputs: (
-        sizes.append(len(inputs[0])),
-        stitched(*inputs),
-    )[1]
+    served, sizes = make((8,), strategy="lazy"), []
+    call_in_steps(served, lambda x: sizes.append(len(x)))
     served.prepared.warm_up(None, skip=["capture"])
     assert sizes == [2048] * 4 + [1]  # the first batch runs three times more, see `dummy_batch`
 
 
 def test_the_random_state_is_as_before(make):
     served = make((8,), strategy="eager")
-    stitched = served.prepared._core.steps.code.call
-    served.prepared._core.steps.code.call = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
+    call_in_steps(served, lambda x: torch.rand(3))
     before = torch.get_rng_state()
     drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
     served.prepared.warm_up(None, [drawing])
