@@ -52,19 +52,20 @@ def test_a_weight_of_another_form_at_its_address_is_named(model, addresses):
         snapshot.check()
 
 
+def check_two_tensors_a_step(model, snapshot):
+    """Until each was compared."""
+    for _ in range((len(model.state_dict()) + 1) // 2):
+        snapshot.check_step()
+
+
 def test_samples_compare_forms_as_well(model, addresses):
     """A graph still reads all elements of a weight that is now one of them, four times."""
     snapshot = addresses.snapshot()
     snapshot.check_step()
     weight = model[0].weight
     weight.data = weight.data.as_strided((2, 2), (0, 0))
-
-    def check_two_tensors_a_step():
-        for _ in range((len(model.state_dict()) + 1) // 2):
-            snapshot.check_step()
-
     with pytest.raises(MovedTensor, match=r"^0\.weight .* strides \(0, 0\) now"):
-        check_two_tensors_a_step()
+        check_two_tensors_a_step(model, snapshot)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,8 @@ def test_w15_samples_reach_every_tensor_in_turn(model, addresses):
     snapshot.check_step()
     kept = model[1].num_batches_tracked  # the last in turn
     model[1].num_batches_tracked = kept.clone()
-
-    def check_two_tensors_a_step():
-        for _ in range((len(model.state_dict()) + 1) // 2):
-            snapshot.check_step()
-
     with pytest.raises(MovedTensor, match=r"1\.num_batches_tracked"):
-        check_two_tensors_a_step()
+        check_two_tensors_a_step(model, snapshot)
 
 
 def test_w15_the_first_step_compares_everything(model, addresses):

@@ -21,10 +21,11 @@ from piecegraph import (
 )
 
 from .conftest import small_config, strict_backend
+from .live.conftest import HIDDEN, MAX_TOKENS, starts_of
 
 pytestmark = pytest.mark.compile
 
-MAX_TOKENS, HIDDEN, MODULUS, SLOTS = 16, 4, 97, 40
+MODULUS, SLOTS = 97, 40
 RESERVED = SLOTS - 1
 
 
@@ -218,11 +219,7 @@ class Steps:
         lengths = [1 if decode else self.draw.randint(1, 5) for _ in range(self.draw.randint(1, 5))]
         n = sum(lengths[:3]) if not decode else len(lengths)
         lengths = lengths if decode else lengths[:3]
-        self.starts.copy_(torch.arange(MAX_TOKENS))
-        begin = 0
-        for length in lengths:
-            self.starts[begin : begin + length] = begin
-            begin += length
+        self.starts.copy_(starts_of(lengths))
         x = torch.randint(50, (n, HIDDEN)).float()
         if self.draw.random() < 0.3:
             x = torch.randint(50, (HIDDEN, n)).float().t()  # other strides

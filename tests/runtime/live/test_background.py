@@ -358,32 +358,28 @@ def libraries(served):
     return facts(served)["libraries"]
 
 
-def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch):
-    def build(request):
-        request.records.failed_libraries.append("no such op")
-        return False
+def refuses(request):
+    request.records.failed_libraries.append("no such op")
+    return False
 
+
+def raises(request):
+    return request.no_such_thing
+
+
+@pytest.mark.parametrize(("build", "reason"), [(refuses, "no such op"), (raises, "AttributeError")])
+def test_libraries_are_built_once_compiled_code_serves(serve_cold, monkeypatch, build, reason):
     monkeypatch.setattr(ahead, "compile_ahead", build)
     served = serve_cold(bundle="serve_ahead", steps={"after_seal": "raise_all"}).capture()
     served.prepared.seal()
     serve_until_over(served)
     while served.prepared.parts.starts.beside is not None:  # the thread ends after its event
         served.step(3, 1)
-    assert [each["reason"] for each in libraries(served)] == ["no such op"]
+    (built,) = libraries(served)
+    assert reason in built["reason"]
     assert len(served.prepared.events.named("background.libraries")) == 1
     assert served.step(3, 1) == "PIECEWISE 4"
     assert served.prepared.parts.starts.beside is None
-
-
-def test_an_error_while_libraries_are_built_does_not_reach_steps(serve_cold, monkeypatch):
-    monkeypatch.setattr(ahead, "compile_ahead", lambda request: request.no_such_thing)
-    served = serve_cold(bundle="serve_ahead")
-    assert served.prepared.wait_until_compiled(), facts(served)
-    while not libraries(served):
-        served.step(3, 1)
-    assert "AttributeError" in libraries(served)[0]["reason"]
-    served.step(3, 1)
-    assert facts(served)["state"] == "compiled"
 
 
 def test_an_export_of_the_engine_while_a_key_is_made_is_no_failure(serve_cold, monkeypatch):
