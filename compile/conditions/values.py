@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ...torch_compat.basics.modules import untagged
+from ...torch_compat.basics.tensors import as_bytes
 
 DATA = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, slice)
 _TORCH_DATA = (
@@ -151,8 +152,7 @@ def tensor_text(value: torch.Tensor) -> str:
 
 def tensor_digest(value: torch.Tensor) -> str:
     """sha256 in hex of a tensor's content."""
-    data = value.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(as_bytes(value).cpu().numpy().tobytes()).hexdigest()
 
 
 def function_text(function: types.FunctionType) -> str:

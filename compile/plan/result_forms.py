@@ -3,7 +3,8 @@
 A piece is compiled for the form that the fake kernel of an op said: of another dtype it would read
 other bits, of another shape or strides other elements. The results of splitting ops are compared
 when code first runs at a size, those of ops inside a piece when it is run under `CheckedOps`: by
-trials of the piece, and the first time that code runs.
+trials of the piece, in a run of its own of the first dummy batch of a kind, and in the first step
+of code without a graph.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ...torch_compat.basics.ops import fake_function, is_distributed, op_name, r
 from ...torch_compat.basics.tensors import (
     FakeTensorMode,
     LightDispatchMode,
+    as_bytes,
     is_wrapper_subclass,
     storage_id,
     tree_map_only,
@@ -117,7 +119,7 @@ class CheckedOps(LightDispatchMode):
         for one, other in zip(tensors_in(result), told or (), strict=told is not None):
             dims, strides = list(other.shape), list(other.stride())
             _compare(op, one, dtype_name(other.dtype), dims, strides)
-        if not all(torch.equal(_bits(tensor), bits) for tensor, bits in before):
+        if not all(torch.equal(as_bytes(tensor), held) for tensor, held in before):
             raise _refused(op, "wrote to an argument", "its schema does not say so")
         if op in self._inside and returns_new_memory(func):
             places = [storage_id(tensor) for tensor in tensors_in((args, given)) if tensor.numel()]
@@ -133,12 +135,7 @@ def _unwritten(func: Any, args: Any, kwargs: Any) -> list[tuple[Tensor, Tensor]]
     written = {storage_id(tensor) for tensor in written_by(func, args, kwargs)}
     tensors = [t for t in tensors_in((args, kwargs)) if t.layout is torch.strided]
     plain = [t for t in tensors if not is_wrapper_subclass(t) and t.nbytes <= _MOST_BYTES]
-    return [(t, _bits(t)) for t in plain if storage_id(t) not in written]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-    return copy.view(-1).view(torch.uint8)
+    return [(t, as_bytes(t).clone()) for t in plain if storage_id(t) not in written]
 
 
 def _compare(op: str, result: Any, dtype: str, dims: Any, strides: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OtherRowsWritten
-from ...torch_compat.basics.tensors import write_back
+from ...torch_compat.basics.tensors import alias_of, part_of_storage, write_back
 
 WHOLE = 16 << 20
 """Bytes up to which a tensor is copied as a whole."""
@@ -163,6 +163,8 @@ class _Part:
 def _bits(tensor: Tensor) -> Tensor:
     """A plain tensor as integers of the same size."""
     bits = tensor.detach()
+    if bits.is_conj() or bits.is_neg():  # of which torch views no other type
+        bits = alias_of(bits.untyped_storage(), bits.dtype, part_of_storage(bits))
     of_size = _SAME_SIZE.get(bits.element_size(), bits.dtype)
     return bits.view(of_size) if type(bits) is Tensor else bits
 

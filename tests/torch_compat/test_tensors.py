@@ -263,6 +263,24 @@ def test_tensors_inside_a_function_transform_are_known():
     assert not tensors.is_transformed("x")
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.tensor(True),
+        torch.rand(3, 0),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_elements_are_those_of_numpy(tensor):
+    found = tensors.as_bytes(tensor)
+    assert found.dtype is torch.uint8
+    assert found.numpy().tobytes() == tensor.detach().resolve_conj().resolve_neg().numpy().tobytes()
+
+
 def test_memory_is_used_while_a_tensor_is_on_it():
     tensor = torch.rand(4)
     view, storage, weak = tensor[1:], tensor.untyped_storage(), tensors.weak_storage(tensor)

@@ -311,6 +311,12 @@ def storage_id(tensor: Tensor) -> int:
     return identity
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of the elements in order, as uint8[n]; on the memory of `tensor` if it is dense."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
     """A weak reference to the storage of `tensor`; its identity is not reused while it exists."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -37,6 +37,7 @@ from ....torch_compat.basics.tensors import (
     FakeTensorMode,
     LightDispatchMode,
     OwnFunctionMode,
+    as_bytes,
     last_modes,
     reads_memory,
     storage_id,
@@ -374,7 +375,8 @@ def _fill(func: OpOverload, args: Any, kwargs: Any, places: Any) -> None:
 def _check_read(tensor: Tensor, early: Sequence[Rewrite], work: Work) -> None:
     """Raise RewrittenEarly if `tensor` is not what it was when `work` was queued."""
     rewrite = next((each for each in early if _overlap(tensor, each.tensor)), None)
-    others = (not _same_bits(*pair) for pair in work.contents if _overlap(tensor, pair[0]))
+    held = (pair for pair in work.contents if _overlap(tensor, pair[0]))
+    others = (not torch.equal(*map(as_bytes, pair)) for pair in held)
     if rewrite is None and not any(others):
         return
     form = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
@@ -390,8 +392,3 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory in common, as far as their first and last bytes say."""
     (a, b), (c, d) = extent(one), extent(other)
     return a < d and c < b
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    pair = (each.contiguous().view(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(*pair)

@@ -46,6 +46,7 @@ from ....compile.ir.plan import PieceStep, Plan
 from ....compile.plan.compiled_model import CompiledModel
 from ....compile.plan.result_forms import foreign_ops
 from ....errors import OtherRowsWritten, ResultNotAsTraced
+from ....torch_compat.basics.tensors import as_bytes
 from ...core.preserved import WHOLE
 from ...core.records import RowsMixed
 from .row_trials import Sizes, Trials
@@ -281,7 +282,7 @@ def _elements(weights: Iterable[torch.Tensor]) -> bytes:
         whole = weight.nbytes <= WHOLE and not any_values(weight)
         return weight.detach() if whole else weight.detach()[places(weight.shape)]
 
-    parts = [compared(w).reshape(-1).view(torch.uint8).cpu() for w in weights if w.numel()]
+    parts = [as_bytes(compared(w)).cpu() for w in weights if w.numel()]
     content = torch.cat(parts) if parts else torch.empty(0, device="cpu")
     return ctypes.string_at(content.data_ptr(), content.nbytes)
 

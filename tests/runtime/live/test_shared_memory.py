@@ -142,3 +142,31 @@ def test_a_buffer_that_is_a_view_of_another_is_state(compiler, view):
         inputs = torch.randn(4, 4), torch.randperm(32)[:4]
         assert right_step(prepared, plain, *inputs) == "FULL"
         torch.testing.assert_close(model.cache, plain.cache)
+
+
+class OnOtherMemory(nn.Module):
+    """Its tensors are what torch reads with another sign: a conjugate and its imaginary part."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = torch.tensor([1 + 2j, 3 - 4j])
+        self.phase = self.memory.conj()
+        self.signs = self.memory.conj().imag
+
+    def forward(self, x):
+        self.phase.mul_(1j)
+        self.signs.add_(1)
+        return x * self.phase.real + self.signs
+
+
+@pytest.mark.parametrize("compile", [True, False], ids=["traced", "untraced"])
+def test_state_that_is_read_with_a_changed_sign(compile):
+    config = small_config(
+        inputs={"x": "float32[num_tokens, 2]"}, capture_sizes=(4,), compile=compile
+    )
+    prepared, model = prepare(OnOtherMemory(), config, backend=strict_backend()), OnOtherMemory()
+    prepared.capture()
+    for n in (3, 4, 2):
+        x = torch.randn(n, 2)
+        torch.testing.assert_close(prepared(x, batch=Batch(n, n)), model(x))
+        assert torch.equal(prepared.compiled.model.memory, model.memory)
