@@ -161,11 +161,8 @@ class OnOtherMemory(nn.Module):
 
 @pytest.mark.parametrize("compile", [True, False], ids=["traced", "untraced"])
 def test_state_that_is_read_with_a_changed_sign(compile):
-    config = small_config(
-        inputs={"x": "float32[num_tokens, 2]"}, capture_sizes=(4,), compile=compile
-    )
-    prepared, model = prepare(OnOtherMemory(), config, backend=strict_backend()), OnOtherMemory()
-    prepared.capture()
+    settings = {"inputs": {"x": "float32[num_tokens, 2]"}, "capture_sizes": (4,)}
+    prepared, model = captured(OnOtherMemory(), compile=compile, **settings), OnOtherMemory()
     for n in (3, 4, 2):
         x = torch.randn(n, 2)
         torch.testing.assert_close(prepared(x, batch=Batch(n, n)), model(x))
