@@ -431,7 +431,7 @@ def test_private_hit_fills_a_remote_that_lacks_the_entry(url, root, key, signer,
     assert isinstance(reader.lookup("artifact", key), Entry)
 
 
-def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(url, root, tmp_path, key):
+def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(url, root, key):
     """An entry that another machine has compiled with other bytes is not replaced either."""
     remote = RemoteLayer(url, trust_all, write_back=True)
     Cache(None, Events(), shared=[remote]).publish("artifact", key, META, {"code.py": b"theirs"})
@@ -443,7 +443,7 @@ def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(url, root, tmp_p
     assert counting.verbs == ["cat_file", "size"]
 
 
-def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(url, root, tmp_path, key):
+def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(url, root, key):
     remote = RemoteLayer(url, trust_all, write_back=True)
     entry = Cache(root, Events(), shared=[remote]).publish("artifact", key, META, BLOBS)
     lost = entry.manifest.blobs["code.py"]

@@ -280,9 +280,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--dtype", action="append")
     parser.add_argument("--compiler", default="text")
-    parser.add_argument("--part", default="0/1", help="1/3: every third one, from the second on")
     parser.add_argument("--root", type=Path, help="where caches of the copies are kept")
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--table", action="store_true")
@@ -305,9 +303,8 @@ def main():
         given.results.write_text(json.dumps(rows, indent=1))
         print(sum(result is True for result in results), "of", len(results))
         return
-    part, parts = map(int, given.part.split("/"))
-    for name in given.names or list(RELEASED)[part::parts]:
-        for dtype in given.dtype or ("float32", "bfloat16"):
+    for name in given.names or RELEASED:
+        for dtype in ("float32", "bfloat16"):
             key = (name, dtype, given.compiler)
             if key in done and not given.names:
                 continue

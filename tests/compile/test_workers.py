@@ -303,7 +303,7 @@ def test_libraries_are_built_by_workers_and_the_rest_here(monkeypatch, tmp_path)
 
 
 @pytest.mark.heavy
-def test_a_library_that_a_worker_cannot_build_is_reported(monkeypatch, tmp_path):
+def test_a_library_that_a_worker_cannot_build_is_reported(tmp_path):
     config, events = Config(inputs=X, splitting_ops=MIX, cache_dir=tmp_path), Events()
     assert not compile_ahead(Ops(), config, events=events, executor=Failing())
     (failed,) = events.named("compile.library_failed")

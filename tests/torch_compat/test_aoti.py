@@ -7,20 +7,13 @@ import torch
 import torch.utils.cpp_extension
 
 from piecegraph.compile.backends.inductor import toolchain_directory
-from piecegraph.torch_compat.basics import settings, tensors
+from piecegraph.torch_compat.basics import settings
 from piecegraph.torch_compat.compiling import aoti, inductor
+
+from .test_inductor import applied_to_itself
 
 TOOLCHAIN = toolchain_directory("")
 CPU = torch.device("cpu")
-
-
-def applied_to_itself(op):
-    """The graph of `op(x, x)`, and a fake `x`."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(op, (x, x)),))
-    with tensors.fresh_fake_mode():
-        return torch.fx.GraphModule({}, graph), torch.empty(8, 2)
 
 
 @pytest.mark.heavy
@@ -30,8 +23,8 @@ def test_libraries_are_compiled_and_loaded(tmp_path):
     made = {}
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
         for op in (torch.add, torch.mul):
-            module, fake = applied_to_itself(op)
-            made[op] = aoti.aoti_compile(module, [fake], [{0: ("s0", 1, 64)}], {})
+            module, fakes = applied_to_itself(op, 8, 2)
+            made[op] = aoti.aoti_compile(module, fakes, [{0: ("s0", 1, 64)}], {})
         runs = {op: aoti.aoti_load(str(m.library), CPU) for op, m in made.items()}
     assert settings.changed_settings() == before  # later models of the process keep their keys
     for op, run in runs.items():

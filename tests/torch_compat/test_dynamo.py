@@ -70,7 +70,7 @@ class Looking(Scaled):
         return super().forward(torch.relu(x)) | {"twice": x * looks() * SCALE}
 
 
-def test_a_trace_writes_no_name_into_the_module_of_the_function(monkeypatch):
+def test_a_trace_writes_no_name_into_the_module_of_the_function():
     """Another thread may go through the names just then."""
     before = set(globals())
     for model in (Scaled(), Looking()):

@@ -62,20 +62,16 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path):
     assert os.environ.get(NAMES[0]) == before
 
 
-def doubled():
+def applied_to_itself(op, *shape):
+    """The graph of `op(x, x)`, and a fake `x`. Of a product alone Inductor compiles no C++."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.add, (x, x)),))
-    return torch.fx.GraphModule({}, graph), [tensors.fresh_fake_mode().from_tensor(torch.zeros(4))]
-
-
-def squared():
-    """A product alone, for which Inductor compiles no C++."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.mm, (x, x)),))
-    fake = tensors.fresh_fake_mode().from_tensor(torch.zeros(4, 4))
+    graph.output((graph.call_function(op, (x, x)),))
+    fake = tensors.fresh_fake_mode().from_tensor(torch.zeros(shape))
     return torch.fx.GraphModule({}, graph), [fake]
+
+
+DOUBLED, SQUARED = (torch.add, 4), (torch.mm, 4, 4)
 
 
 @pytest.mark.compile
@@ -83,7 +79,7 @@ def squared():
 def test_artifact_survives_storing_and_loading(tmp_path):
     x = torch.randn(4)
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
-        artifact, libraries = inductor.inductor_compile(*doubled(), {})
+        artifact, libraries = inductor.inductor_compile(*applied_to_itself(*DOUBLED), {})
         assert [path.exists() for path in libraries] == [True]
         data = inductor.inductor_serialize(artifact)
         assert data is not None
@@ -95,7 +91,9 @@ def test_artifact_survives_storing_and_loading(tmp_path):
 
 @pytest.mark.compile
 def test_artifact_cannot_be_stored_with_caches_off():
-    artifact, _ = inductor.inductor_compile(*squared(), {"force_disable_caches": True})
+    artifact, _ = inductor.inductor_compile(
+        *applied_to_itself(*SQUARED), {"force_disable_caches": True}
+    )
     assert inductor.inductor_serialize(artifact) is None
 
 
@@ -106,7 +104,7 @@ def test_code_in_a_folder_is_loaded_from_there(tmp_path):
         inductor.inductor_cache_directory(str(tmp_path / "scratch")),
         inductor.inductor_options(TOOLCHAIN),
     ):
-        inductor.inductor_compile_to(*squared(), {}, folder)
+        inductor.inductor_compile_to(*applied_to_itself(*SQUARED), {}, folder)
     x = torch.randn(4, 4)
     (result,) = inductor.inductor_load_from(folder)([x])
     torch.testing.assert_close(result, x @ x)

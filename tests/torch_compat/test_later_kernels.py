@@ -17,7 +17,7 @@ from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 from piecegraph.torch_compat.compiling import inductor
 from piecegraph.torch_compat.faster import later_kernels
 
-from .test_inductor import doubled
+from .test_inductor import DOUBLED, applied_to_itself
 
 pytestmark = pytest.mark.compile
 
@@ -43,7 +43,7 @@ def test_code_is_generated_without_waiting_for_its_kernels(tmp_path, monkeypatch
         inductor.inductor_options(toolchain_directory("")),
     ):
         with later_kernels.later_kernels() as wait_for_kernels:
-            artifact, _ = inductor.inductor_compile(*doubled(), {})
+            artifact, _ = inductor.inductor_compile(*applied_to_itself(*DOUBLED), {})
         assert AsyncCompile.wait is wait
         assert not loaded
         wait_for_kernels()
@@ -98,12 +98,6 @@ def libraries_of_right_code():
     return len(libraries), len(set(libraries))
 
 
-def test_what_inductor_submits_in_another_form_is_built_as_it_is(commands, monkeypatch):
-    monkeypatch.setattr(later_kernels, "Path", None)
-    assert libraries_of_right_code() == (2, 2)
-    assert len(commands) == 2
-
-
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.heavy), 2])
 def test_kernels_of_a_piece_are_built_by_one_call_of_the_compiler(threads, commands, monkeypatch):
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
@@ -111,13 +105,12 @@ def test_kernels_of_a_piece_are_built_by_one_call_of_the_compiler(threads, comma
     assert len(commands) == 1
 
 
-def test_too_much_text_is_built_apart(commands, monkeypatch):
-    monkeypatch.setattr(later_kernels, "UNIT_BYTES", 1)
+@pytest.mark.parametrize(
+    ("name", "value", "calls"),
+    [("Path", None, 2), ("UNIT_BYTES", 1, 2), ("_ENTRY", "what is this", 3)],
+    ids=["submitted in another form", "too much text", "cannot be built together"],
+)
+def test_what_is_not_built_together_is_built_apart(commands, monkeypatch, name, value, calls):
+    monkeypatch.setattr(later_kernels, name, value)
     assert libraries_of_right_code() == (2, 2)
-    assert len(commands) == 2
-
-
-def test_what_cannot_be_built_together_is_built_apart(commands, monkeypatch):
-    monkeypatch.setattr(later_kernels, "_ENTRY", "what is this")
-    assert libraries_of_right_code() == (2, 2)
-    assert len(commands) == 3
+    assert len(commands) == calls

@@ -20,28 +20,26 @@ from tests.processes import in_a_thread
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
-def test_nobody_compiles_beside_us():
-    """torch.compile in another thread holds Dynamo's lock, and its compilers keep global state."""
+@pytest.mark.parametrize("entered", [patch.compiler_lock, patch.preserve_cache_variables])
+def test_the_lock_of_dynamo_is_taken_first(entered):
+    """A thread in `torch.compile` holds Dynamo's lock and takes ours in a backend."""
     from torch._dynamo.convert_frame import compile_lock
 
+    assert patch.dynamo_lock() is compile_lock
     inside = threading.Event()
 
     def enter():
-        with patch.preserve_cache_variables():
+        with entered():
             inside.set()
 
     thread = threading.Thread(target=enter)
     with compile_lock:
         thread.start()
         assert not inside.wait(0.2)
+        with entered():
+            assert not inside.is_set()
     assert inside.wait(10)
     thread.join()
-
-
-def test_the_lock_is_dynamos_own():
-    from torch._dynamo.convert_frame import compile_lock
-
-    assert patch.dynamo_lock() is compile_lock
 
 
 def test_replaced_attributes_come_back_as_they_were():
@@ -112,27 +110,6 @@ def test_cache_variables_set_inside_are_gone(monkeypatch):
         for name in NAMES:
             os.environ[name] = "/set by torch"
     assert not any(name in os.environ for name in NAMES)
-
-
-def test_compiler_lock_takes_the_lock_of_dynamo_first():
-    """A thread in `torch.compile` holds Dynamo's lock and takes ours in a backend."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    waiting, inside = threading.Event(), threading.Event()
-
-    def enter():
-        waiting.set()
-        with patch.compiler_lock():
-            inside.set()
-
-    thread = threading.Thread(target=enter)
-    with compile_lock:
-        thread.start()
-        assert waiting.wait(10)
-        with patch.compiler_lock():
-            assert not inside.is_set()
-    assert inside.wait(10)
-    thread.join()
 
 
 def test_somebody_who_compiles_is_seen_from_another_thread():

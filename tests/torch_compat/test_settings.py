@@ -17,7 +17,7 @@ def test_changed_settings_are_those_that_shape_code():
     }
 
 
-def test_switches_of_the_process_are_stated(monkeypatch):
+def test_switches_of_the_process_are_stated():
     before = settings.global_state()
     with torch.autocast("cpu", torch.bfloat16):
         assert settings.global_state()["autocast.cpu"] == "torch.bfloat16"

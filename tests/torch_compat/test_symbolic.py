@@ -29,9 +29,6 @@ def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard():
 
 def sizes(number=2):
     """A shape environment with `number` backed sizes, 5 and up."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
     env = ShapeEnv()
     made = []
     for value in range(5, 5 + number):

@@ -125,10 +125,6 @@ def test_leaves_have_keys_positions_and_names_as_paths():
 
 
 def test_a_tree_is_mapped_as_torch_maps_it():
-    class Pair(NamedTuple):
-        one: Any
-        other: Any
-
     x = torch.ones(2)
     tree = (x, [1, None, "a"], {"b": Pair(x, torch.Size([2])), "a": torch.float32}, slice(x))
     torchs = torch.utils._pytree.tree_map_only
