@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import piecegraph as pg
+from tests.ops import define
 from tests.text_compiler import use_text_compiler
 
 ROOT = Path(pg.__file__).parent
@@ -50,17 +51,15 @@ class Model(torch.nn.Module):
         return self.down(output)
 
 
+def copy_into(query, output):
+    output.copy_(query)
+
+
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """Calls of a cold start with its captures, and those of a step after it."""
     library = torch.library.Library("architecture_page", "DEF")
-    library.define("attention(Tensor query, Tensor(a!) output) -> ()")
-    torch.library.register_fake("architecture_page::attention", lambda *args: None, lib=library)
-
-    def attention(query, output):
-        output.copy_(query)
-
-    library.impl("attention", attention, "CompositeExplicitAutograd")
+    define(library, "attention(Tensor query, Tensor(a!) output) -> ()", copy_into)
     config = pg.Config(
         splitting_ops=("architecture_page::attention",),
         inputs={"x": "float32[num_tokens, 8]"},
@@ -100,10 +99,3 @@ def test_a_walk_is_what_happens(walked, title, index, most):
     assert 3 <= len(named) <= most
     positions = [called.index(step) for step in named]
     assert positions == sorted(positions)
-
-
-def test_every_file_that_the_page_names_exists():
-    folders = "runtime|compile|dispatch|cache|tools|torch_compat|tests|docs"
-    named = set(re.findall(rf"`((?:{folders})/[\w/.]*)`", PAGE))
-    assert len(named) > 30
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []

@@ -13,14 +13,23 @@ from piecegraph.settings import setting_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[!.]*/README.md")]
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]
 RESULTS = sorted((ROOT / "benchmarks").glob("*.json"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def links(page):
+    """Those into this project."""
+    found = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return [link for link in found if "://" not in link]
+
+
+def of_pages(pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@of_pages(PAGES)
 def test_links_lead_to_files_and_headings(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in link:
-            continue
+    for link in links(page):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         assert target.exists(), link
@@ -48,10 +57,7 @@ def test_a_benchmark_result_has_machine_facts(path):
 
 def test_every_page_is_linked_from_another():
     linked = {
-        (page.parent / link.partition("#")[0]).resolve()
-        for page in PAGES
-        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-        if "://" not in link
+        (page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)
     }
     assert [page for page in (ROOT / "docs").glob("*.md") if page.resolve() not in linked] == []
 
@@ -82,11 +88,7 @@ def commands(page):
     return named + re.findall(rf"`({names}) ([^`]+)`", text)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name != "CHANGELOG.md" and commands(page)],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+@of_pages([page for page in CURRENT if commands(page)])
 def test_commands_of_a_page_exist_with_their_options(page):
     for program, rest in commands(page):
         command = get_command(importlib.import_module(PROGRAMS[program]).app)
@@ -107,26 +109,18 @@ SOURCE = "\n".join(
     and not path.relative_to(ROOT).parts[0].startswith(".")
 )
 MAKEFILE = (ROOT / "Makefile").read_text()
+FOLDERS = "tests|tools|runtime|compile|dispatch|cache|torch_compat|benchmarks|examples|docs"
 NAMES = {
     r"\b(?:event|warning|counter)s? `([a-z_.]+)`": lambda name: f'"{name}"' in SOURCE,
     r"\b(PIECEGRAPH_[A-Z_]+)\b": lambda name: name in SOURCE,
     r"`make ([a-z-]+)": lambda name: re.search(rf"^{name}:", MAKEFILE, re.M),
-    r"`((?:tests|tools|runtime|compile|cache|benchmarks|examples|docs)/[\w/.-]+)`": (
-        lambda name: (ROOT / name).exists()
-    ),
+    rf"`((?:{FOLDERS})/[\w/.-]+)`": lambda name: (ROOT / name).exists(),
     r"`([A-Z]\w+)` (?:names|says|lists)": lambda name: f"class {name}" in SOURCE,
 }
 """What pages name, by the form in which they do, and whether there is such a thing."""
 
 
-OF_A_PAGE = pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.name != "CHANGELOG.md"],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
-
-
-@OF_A_PAGE
+@of_pages(CURRENT)
 def test_events_variables_targets_files_and_errors_that_a_page_names_exist(page):
     named = [
         (name, exists)
@@ -143,7 +137,7 @@ def test_pages_and_headings_that_the_package_names_exist():
         assert not heading or f" {heading}\n" in page.read_text(), f"{heading} in {name}"
 
 
-@OF_A_PAGE
+@of_pages(CURRENT)
 def test_settings_that_a_page_names_exist(page):
     settings = set(setting_names(pg.Config))
     words = {setting.rpartition(".")[2] for setting in settings}

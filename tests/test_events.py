@@ -2,7 +2,6 @@
 
 import ast
 import logging
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from piecegraph import Events
 from piecegraph.events import log, trace_artifact
+from tests.processes import output_of
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = {"events.py", "tools/start_lines.py"}
@@ -89,7 +89,7 @@ assert len(events.events) == 1
 @pytest.mark.slow
 def test_details_are_made_only_where_somebody_looks():
     """In a process of its own: pytest's log capture counts as a reader."""
-    subprocess.run([sys.executable, "-c", DETAILS], check=True)
+    output_of(sys.executable, "-c", DETAILS)
 
 
 def test_texts_are_made_for_a_trace_alone(monkeypatch):

@@ -27,11 +27,8 @@ def imports(source, text):
     package = Path(source).parent.parts
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (
-                alias.name.removeprefix("piecegraph.")
-                for alias in node.names
-                if alias.name.startswith("piecegraph.")
-            )
+            names = [alias.name for alias in node.names if alias.name.startswith("piecegraph.")]
+            yield from (name.removeprefix("piecegraph.") for name in names)
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
             if node.level:

@@ -102,40 +102,25 @@ def test_a_plot_that_cannot_be_is_refused_before_the_benchmark_runs(monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_benchmark_without_rows_still_shows_its_ratios():
-    (ratios,) = tables("b", {"rows": [], "ratios": {"a_over_b": 2.0}})
-    assert ratios.title == "Ratios"
+def tables(result):
+    return as_terminal(ratios_section("b", {"ratios": {}, **result}))
 
 
-def tables(name, result):
-    return as_terminal(ratios_section(name, result))
-
-
-def shown(*tables, width=80):
+def shown(result):
     stream = io.StringIO()
-    Console(file=stream, width=width).print(*tables, sep="\n")
+    Console(file=stream, width=80).print(next(tables(result)))
     return stream.getvalue()
 
 
-def test_a_benchmark_shows_what_it_measured_to_three_digits():
-    rows = [
-        {"way": "a", "ready": 12.3456, "store": None},
-        {"way": "b", "ready": 0.5, "store": None},
-    ]
-    first, _ = tables("b", {"rows": rows, "ratios": {}, "note": "modeled"})
-    text = shown(first)
-    assert "12.3 " in text
+def test_a_benchmark_shows_its_ratios_and_what_it_measured():
+    (ratios,) = tables({"rows": [], "ratios": {"a_over_b": 2.0}})
+    assert ratios.title == "Ratios"
+    rows = [{"way": way, "ready": n, "store": None} for way, n in (("a", 12.3456), ("b", 0.5))]
+    text = shown({"rows": rows, "note": "modeled"})
+    assert "12.3 " in text  # three digits
     assert "store" not in text
     assert "modeled" in text
-
-
-def test_more_columns_than_fit_stand_below_each_other():
-    row = {f"measure {n}": n for n in range(12)}
-    text = shown(next(tables("b", {"rows": [{"way": "a", **row}], "ratios": {}})))
-    assert all(name in text for name in row)
-
-
-def test_a_benchmark_may_show_fewer_columns_than_it_measures():
-    rows = [{"way": "a", "ready": 1.0, "split": 0.1}]
-    result = {"rows": rows, "ratios": {}, "columns": ["way", "ready"]}
-    assert "split" not in shown(next(tables("b", result)))
+    assert "ready" not in shown({"rows": rows, "columns": ["way"]})
+    many = {f"measure {n}": n for n in range(12)}  # more than fit stand below each other
+    text = shown({"rows": [{"way": "a", **many}]})
+    assert all(name in text for name in many)

@@ -7,20 +7,16 @@ them: there all tokens are 0. Proofs would notice.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import piecegraph as pg
 from piecegraph.compile.plan import result_forms
 from piecegraph.runtime.core.preserved import SavedMemory
-from piecegraph.tools.serve import run as main_job
-from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
+from tests.tools.conftest import ONE_LAYER, started
 
 from . import models
 from .control import StandIn
@@ -40,10 +36,9 @@ CALLS = {
 WAITS = ("of pageable memory", "for streams")
 """Of which no started step makes any."""
 SIZES = {"ids": torch.int64, "positions": torch.int64, "slots": torch.int32, "rows": torch.int32}
-TINY = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 ENGINES: dict[str, dict[str, Any]] = {
     "FULL, decode": {"mode": "full-decode-only"},
-    "PIECEWISE, 2 layers": {"mode": "piecewise", "model": TINY.replace("layers=1", "layers=2")},
+    "PIECEWISE, 2 layers": {"mode": "piecewise", "model": f"{ONE_LAYER},layers=2"},
     "FULL, the attention kernel": {"mode": "full", "attention": "triton"},
     "FULL, temperature": {"mode": "full-decode-only", "temperature": "0.7"},
     "FULL, LoRA": {"mode": "full-decode-only", "lora": 2},
@@ -82,15 +77,11 @@ def library_steps() -> Iterator[tuple[str, tuple[int, ...]]]:
         for name, buffers in (("4 copied inputs", None), ("4 buffers", inputs)):
             if buffers and mode != "FULL":
                 continue
-            config = pg.Config(
-                splitting_ops=("standin::attention",),
+            model = models.prepared(
+                model=FourInputs(8), given={"input_buffers": buffers},
                 inputs={k: f"{str(d)[6:]}[num_tokens]" for k, d in SIZES.items()},
-                max_num_tokens=8, max_num_reqs=8, capture_sizes=(8,), graph_mode=mode,
-                compiler="eager", cache=False, attention={"support": "ALWAYS"},
+                max_num_tokens=8, capture_sizes=(8,), graph_mode=mode, cache=False,
             )  # fmt: skip
-            model = pg.prepare(
-                FourInputs(8).to("cuda"), config, layers={"layer 0": None}, input_buffers=buffers
-            )
             model.capture(lambda descriptor, mode: None)
 
             def step(rows: int, model: pg.PreparedModel = model) -> tuple[int, ...]:
@@ -105,17 +96,12 @@ def library_steps() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def engine_steps(overlap: bool, **options: Any) -> list[tuple[int, ...]]:
     """Each step of the reference engine, without the first ones."""
-    given = read_run_options(
-        **{
-            "model": TINY, "attention": "plain", "requests": 8, "length_scale": 0.05,
-            "max_num_reqs": 3, "max_num_tokens": 12, "capture_sizes": "1,2,4,8,12",
-            "backend": "eager", "no_cache": True, "verify": "none", "device": "cuda",
-            "overlap": overlap, **options,
-        }
-    )  # fmt: skip
-    requests, console = read_requests(given), Console(file=io.StringIO())
-    with main_job.start_service(given, requests, [], console) as service:
-        steps, engine = [], service.engine
+    given = {
+        "attention": "plain", "requests": 8, "length_scale": 0.05, "device": "cuda",
+        "capture_sizes": "1,2,4,8,12", "overlap": overlap, **options,
+    }  # fmt: skip
+    with started(**given) as served:
+        steps, engine = [], served.service.engine
         run = engine.step
 
         def step() -> Any:
@@ -127,7 +113,7 @@ def engine_steps(overlap: bool, **options: Any) -> list[tuple[int, ...]]:
         if (scheduler := engine.scheduler).drafter is not None:
             finish = scheduler.finish
             scheduler.finish = lambda schedule, tokens: finish(schedule, [0] * len(tokens))
-        main_job.serve(service, requests, console)
+        served.serve()
     return steps[8:-2]
 
 

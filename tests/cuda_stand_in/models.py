@@ -7,18 +7,17 @@ from typing import Any
 import torch
 
 import piecegraph as pg
+from tests.ops import define
 
 HIDDEN = 512
 _OPS = torch.library.Library("standin", "DEF")
-_OPS.define("attention(Tensor query, Tensor(a!) output, str layer_name) -> ()")
-torch.library.register_fake("standin::attention", lambda query, output, layer_name: None, lib=_OPS)
 
 
 def _attention(query: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
     output.copy_(query * 2.0)
 
 
-_OPS.impl("attention", _attention, "CompositeExplicitAutograd")
+define(_OPS, "attention(Tensor query, Tensor(a!) output, str layer_name) -> ()", _attention)
 
 
 class Model(torch.nn.Module):
@@ -35,7 +34,14 @@ class Model(torch.nn.Module):
         return self.after(torch.relu(output) + 1.0)
 
 
-def prepared(device: str = "cuda", hidden: int = HIDDEN, **settings: Any) -> pg.PreparedModel:
+def prepared(
+    device: str = "cuda",
+    hidden: int = HIDDEN,
+    model: torch.nn.Module | None = None,
+    given: dict[str, Any] | None = None,
+    **settings: Any,
+) -> pg.PreparedModel:
+    """`model`, or `Model` of that width, with the arguments of `prepare` that are `given`."""
     config = pg.Config(
         splitting_ops=("standin::attention",),
         inputs={"x": f"float32[num_tokens, {hidden}]"},
@@ -45,8 +51,9 @@ def prepared(device: str = "cuda", hidden: int = HIDDEN, **settings: Any) -> pg.
         cache_dir=None,
         attention={"support": "ALWAYS"},
     )
-    model = Model(hidden).to(device)
-    return pg.prepare(model, config.changed(**settings), layers={"layer 0": None})
+    model = (model or Model(hidden)).to(device)
+    given = {"layers": {"layer 0": None}} | (given or {})
+    return pg.prepare(model, config.changed(**settings), **given)
 
 
 def eager(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import piecegraph as pg
 from tests.cuda_stand_in import values
-from tests.cuda_stand_in.models import batch
+from tests.cuda_stand_in.models import batch, prepared
+from tests.ops import define
 
 RANK, FOLDER, MODE = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 MEMORY_LIMIT = int(sys.argv[4]) if sys.argv[4:] else None
@@ -27,8 +28,6 @@ DEADLINE_S = 60.0
 COUNT = itertools.count()
 REGISTERED: list[bool] = []
 OPS = torch.library.Library("standin_ranks", "DEF")
-OPS.define("all_reduce(Tensor(a!) x) -> ()")
-torch.library.register_fake("standin_ranks::all_reduce", lambda x: None, lib=OPS)
 
 
 def exchange(part: torch.Tensor) -> torch.Tensor:
@@ -58,7 +57,7 @@ def all_reduce(x: torch.Tensor) -> None:
     values.on_stream("all_reduce", body)
 
 
-OPS.impl("all_reduce", all_reduce, "CUDA")
+define(OPS, "all_reduce(Tensor(a!) x) -> ()", all_reduce, key="CUDA")
 
 
 class Model(torch.nn.Module):
@@ -77,14 +76,11 @@ def main() -> None:
     library = values.install()
     store = dist.FileStore(str(FOLDER / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
-    config = pg.Config(
-        splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
-        max_num_tokens=16, max_num_reqs=8, compiler="eager", cache_dir=None, graph_mode=MODE,
-        capture_sizes=(4, 8, 16), attention={"support": "ALWAYS"},
+    model = prepared(
+        hidden=64, model=Model(), given={"ranks": pg.Ranks(timeout_s=DEADLINE_S)},
+        max_num_tokens=16, graph_mode=MODE, capture_sizes=(4, 8, 16),
         steps={"memory_limit": MEMORY_LIMIT},
     )  # fmt: skip
-    ranks = pg.Ranks(timeout_s=DEADLINE_S)
-    model = pg.prepare(Model().cuda(), config, layers={"layer 0": None}, ranks=ranks)
     model.capture(lambda descriptor, mode: None)
     REGISTERED.append(True)
     results = []

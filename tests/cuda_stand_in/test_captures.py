@@ -19,6 +19,7 @@ from piecegraph.runtime.backends.cuda import CudaBackend
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
+from tests.processes import in_a_thread
 
 from .conftest import EXPANDABLE, MAPPING
 from .control import LAUNCH_FAILURE, OUT_OF_MEMORY
@@ -104,13 +105,18 @@ BAD = [synchronizes, reads_on_the_host, raises, stream_error]
         (reads_on_the_host, 1, r"aten\._local_scalar_dense\.default reads a tensor's value"),
         (copies_from_the_host, 1, r"in aten\.(_to_copy|copy_)\.default"),
         (raises, 3, "ValueError: an error of the model"),
+        (stream_error, 1, "AcceleratorError"),
     ],
 )
-def test_a_failed_capture_names_the_op_and_the_line(captures, bad, after, named):
-    line = f"test_captures.py:{bad.__code__.co_firstlineno + after}"
+def test_a_failed_capture_names_the_op_and_the_line_and_costs_one_graph(
+    captures, bad, after, named
+):
+    before, line = captures.of(good), f"test_captures.py:{bad.__code__.co_firstlineno + after}"
     with pytest.raises(CaptureFailed, match=rf"{named}[\s\S]*{line}"):
         captures.of(bad)
-    captures.check(captures.of(good))
+    for recording in (before, captures.of(good), captures.of(good)):
+        captures.check(recording)
+    assert torch.ones(4).pin_memory().is_pinned()
 
 
 def swallows_a_read(x: Tensor) -> Tensor:
@@ -127,27 +133,12 @@ def test_a_capture_that_ends_badly_gives_the_current_stream_back(captures):
     captures.check(captures.of(good))
 
 
-def in_another_thread(work: Callable[[], Any]) -> list[BaseException]:
-    """Run `work` to its end; what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
-
-
 def test_a_thread_that_synchronizes_the_device_is_hinted_at(captures):
     def step(x: Tensor) -> Tensor:
         y = x * 2
         if capturing():
-            in_another_thread(torch.cuda.synchronize)
+            with suppress(RuntimeError):
+                in_a_thread(torch.cuda.synchronize)
         return y + 1
 
     with pytest.raises(CaptureFailed, match="another thread must not synchronize the device"):
@@ -163,7 +154,7 @@ def test_other_threads_may_allocate_and_multiply_during_a_capture(captures):
 
     def step(x: Tensor) -> Tensor:
         if capturing():
-            assert in_another_thread(multiply) == []
+            in_a_thread(multiply)
         return x * 2 + 1
 
     captures.check(captures.of(step))
@@ -210,16 +201,6 @@ def test_hooks_of_replays_see_those_of_recordings(captures):
     handle.remove()
     recording.replay()
     assert len(replays) == 1
-
-
-@pytest.mark.parametrize("bad", BAD)
-def test_a_failed_capture_costs_one_graph_and_not_the_next(captures, bad):
-    before = captures.of(good)
-    with pytest.raises(CaptureFailed):
-        captures.of(bad)
-    for recording in (before, captures.of(good), captures.of(good)):
-        captures.check(recording)
-    assert torch.ones(4).pin_memory().is_pinned()
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -324,9 +305,7 @@ def test_work_of_other_streams_gets_into_no_graph(captures):
     def step(x: Tensor) -> Tensor:
         if capturing():
             assert torch.cuda.current_stream().priority == engine.priority
-            thread = threading.Thread(target=others)
-            thread.start()
-            thread.join()
+            in_a_thread(others)
         return x * 2 + 1
 
     with torch.cuda.stream(engine := torch.cuda.Stream(priority=-1)):

@@ -16,6 +16,7 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.core.records import CaptureRecord
 from tests.cuda_stand_in import values
+from tests.ops import define
 
 from .conftest import EXPANDABLE, MAPPING
 from .control import EXECUTABLE_NODE
@@ -172,9 +173,8 @@ def captured_sizes(model: pg.PreparedModel) -> list[tuple[int, int]]:
 def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy():
     """Steps behind it wait for it: the budget of captures while serving counts it."""
     library = torch.library.Library("standin_busy", "DEF")
-    library.define("busy(Tensor x) -> ()")
-    library.impl("busy", lambda x: values.on_stream("busy", lambda: time.sleep(0.05)), "CUDA")
-    torch.library.register_fake("standin_busy::busy", lambda x: None, lib=library)
+    busy = lambda x: values.on_stream("busy", lambda: time.sleep(0.05))  # noqa: E731
+    define(library, "busy(Tensor x) -> ()", busy, key="CUDA")
 
     class Busy(torch.nn.Module):
         def __init__(self) -> None:
@@ -185,12 +185,10 @@ def test_a_capture_takes_the_time_that_its_run_keeps_the_device_busy():
             torch.ops.standin_busy.busy(x)
             return x + self.one
 
-    config = pg.Config(
-        splitting_ops=("standin_busy::busy",), inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8, max_num_reqs=8, compiler="eager", cache_dir=None, capture_sizes=(8,),
-        graph_mode="PIECEWISE", strategy="lazy",
+    model = prepared(
+        hidden=4, model=Busy(), splitting_ops=("standin_busy::busy",), max_num_tokens=8,
+        capture_sizes=(8,), graph_mode="PIECEWISE", strategy="lazy",
     )  # fmt: skip
-    model = pg.prepare(Busy().to("cuda"), config)
     x = torch.zeros(8, 4, device="cuda")
     model.capture(nothing)
     for _ in range(3):

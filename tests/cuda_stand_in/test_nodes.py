@@ -19,11 +19,10 @@ from piecegraph.tools.explain.graph_nodes import (
     rendered_graph,
 )
 from piecegraph.torch_compat.basics.cuda import driver
+from tests.ops import define
 
-from .models import _OPS, Model
+from .models import _OPS, Model, prepared
 
-_OPS.define("shifted(Tensor query, Tensor(a!) output, str layer_name) -> ()")
-torch.library.register_fake("standin::shifted", lambda query, output, layer_name: None, lib=_OPS)
 _SHIFT: list[torch.Tensor] = []
 
 
@@ -32,7 +31,8 @@ def launched(query, output, layer_name):
     torch.add(query, _SHIFT[0], out=output)
 
 
-_OPS.impl("shifted", lambda *arguments: launched(*arguments), "CompositeExplicitAutograd")
+SCHEMA = "shifted(Tensor query, Tensor(a!) output, str layer_name) -> ()"
+define(_OPS, SCHEMA, lambda *arguments: launched(*arguments))
 
 
 class Shifted(Model):
@@ -48,20 +48,13 @@ class Shifted(Model):
 @pytest.fixture
 def shifted():
     _SHIFT[:] = [torch.ones(64, device="cuda")]
-    config = pg.Config(
-        splitting_ops=("standin::shifted",),
-        inputs={"x": "float32[num_tokens, 16]"},
-        max_num_tokens=64,
-        max_num_reqs=8,
-        capture_sizes=(8,),
-        graph_mode="FULL_AND_PIECEWISE",
-        compiler="eager",
-        cache_dir=None,
-        attention={"support": "ALWAYS"},
-    )
-    prepared = pg.prepare(Shifted(16).to("cuda"), config, layers={"layers.0.attention": None})
-    yield prepared
-    prepared.close()
+    layers = {"layers": {"layers.0.attention": None}}
+    model = prepared(
+        hidden=16, model=Shifted(16), given=layers, splitting_ops=("standin::shifted",),
+        max_num_tokens=64, capture_sizes=(8,), graph_mode="FULL_AND_PIECEWISE",
+    )  # fmt: skip
+    yield model
+    model.close()
     _SHIFT.clear()
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
-from piecegraph.tools.serve import run as main_job
-from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import read_requests
 from tests.cuda_stand_in import values
+from tests.tools.conftest import started
 
 from .models import batch, eager
 from .test_scenes import captured
@@ -96,16 +92,9 @@ ENGINES = [("full-decode-only", {}), ("piecewise", {"lora": 2, "strategy": "lazy
 def test_the_reference_engine_overlaps(stand_in, mode, more):
     def served(seed: int, device: str, **options: Any) -> list[list[int]]:
         stand_in.seed(seed)
-        given = read_run_options(
-            model="layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32",
-            requests=5, length_scale=0.05, max_num_reqs=3, max_num_tokens=12, mode=mode,
-            capture_sizes="1,2,4,8", backend="eager", no_cache=True, verify="none",
-            attention="plain", device=device, **options, **more,
-        )  # fmt: skip
-        requests, console = read_requests(given), Console(file=io.StringIO())
-        with main_job.start_service(given, requests, [], console) as service:
-            main_job.serve(service, requests, console)
-        return [request.tokens for request in requests]
+        small = {"requests": 5, "length_scale": 0.05, "mode": mode, "attention": "plain"}
+        with started(**small, device=device, **options, **more) as engine:
+            return engine.serve()
 
     expected = served(0, "cpu")
     for seed in SEEDS:

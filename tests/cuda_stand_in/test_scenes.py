@@ -188,14 +188,8 @@ def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode):
             torch.ops.standin.attention(x * self.factor, output, "layer 0")
             return output + self.one
 
-    config = pg.Config(
-        splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
-        max_num_tokens=16, max_num_reqs=8, compiler="eager", cache_dir=None, graph_mode=mode,
-        capture_sizes=(8,), attention={"support": "ALWAYS"},
-    )  # fmt: skip
-    module = Scaled().to("cuda:0")
-    model = pg.prepare(module, config, layers={"layer 0": None})
-    model.capture(nothing)
+    module = Scaled()
+    model = captured(mode=mode, model=module, capture_sizes=(8,))
     assert model.report()["host_values"][0]["tensors"] == ["factor"]
     x = torch.ones(8, 64, device="cuda:0")
     assert model(x, batch=batch(8), metadata=None).unique().tolist() == [5.0]
@@ -216,43 +210,25 @@ def test_steps_on_one_stream_record_no_event(model, stand_in):
     assert before == [stand_in.calls(call) for call in ("cudaEventRecord", "cudaStreamWaitEvent")]
 
 
-def test_an_engine_captures_a_step(model):
-    x = torch.randn(16, 64, device="cuda:0")
-    model(x, batch=batch(16), metadata=None)
-    torch.cuda.synchronize()
-    whole = torch.cuda.CUDAGraph()
-    if torch.__version__ < "2.12":
-        refused = pytest.raises(RuntimeError, match="prepare for replay during capturing stage")
-        with refused, torch.cuda.graph(whole):
-            model(x, batch=batch(16), metadata=None)
-        check(model, 16)
-        return
-    with torch.cuda.graph(whole):
-        result = model(x, batch=batch(16), metadata=None)
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        x.copy_(torch.randn(16, 64))
-        whole.replay()
-        torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_that_the_engine_captures_captures_nothing_itself():
+@pytest.mark.parametrize(("mode", "strategy"), [("PIECEWISE", "eager"), ("FULL", "lazy")])
+def test_a_step_that_the_engine_captures_captures_nothing_itself(mode, strategy):
     """Under LAZY its graph would be captured first, which ends the engine's capture with an error
-    of the driver. It replays a larger graph instead, which torch 2.11 refuses by name."""
-    model = prepared("cuda:0", **SETTINGS, graph_mode="FULL", strategy="lazy")
+    of the driver. It replays a larger graph instead. Torch 2.11 refuses each replay by name."""
+    model = prepared("cuda:0", **SETTINGS, graph_mode=mode, strategy=strategy)
     model.capture(nothing)
+    graphs = len(model.recordings())
     x, whole = torch.randn(8, 64, device="cuda:0"), torch.cuda.CUDAGraph()
     refuses = torch.__version__ < "2.12"
     refused = pytest.raises(RuntimeError, match="prepare for replay during capturing stage")
     with refused if refuses else nullcontext(), torch.cuda.graph(whole):
         result = model(x, batch=batch(8), metadata=None)
-    assert len(model.recordings()) == 1
-    if not refuses:
-        x.normal_()
+    assert len(model.recordings()) == graphs
+    for _ in range(0 if refuses else 2):
+        x.copy_(torch.randn(8, 64))
         whole.replay()
         torch.testing.assert_close(result, eager(x), rtol=1e-5, atol=1e-5)
     check(model, 8)
-    assert len(model.recordings()) == 2
+    assert len(model.recordings()) == (2 if strategy == "lazy" else graphs)
     model.close()
 
 

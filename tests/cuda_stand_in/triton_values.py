@@ -16,30 +16,20 @@ import torch
 
 from .values import cpu_argument, launch_argument, on_stream
 
+SAME_IN_NUMPY = (
+    "abs", "ceil", "cos", "exp", "exp2", "expm1", "floor", "fmod", "log", "log1p", "log2", "sin",
+    "sqrt", "tanh", "trunc",
+)  # fmt: skip
 LIBDEVICE: dict[str, Callable[..., Any]] = {
-    "abs": np.abs,
-    "ceil": np.ceil,
-    "cos": np.cos,
+    **{name: getattr(np, name) for name in SAME_IN_NUMPY},
     "div_rn": np.divide,
     "erf": np.vectorize(math.erf, otypes=[np.float64]),
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
     "fabs": np.abs,
-    "floor": np.floor,
-    "fmod": np.fmod,
     "isinf": lambda x: np.isinf(x).astype(np.int32),
     "isnan": lambda x: np.isnan(x).astype(np.int32),
-    "log": np.log,
-    "log1p": np.log1p,
-    "log2": np.log2,
     "nearbyint": np.rint,
     "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "tanh": np.tanh,
-    "trunc": np.trunc,
 }
 PREDICATES = ("isinf", "isnan")
 

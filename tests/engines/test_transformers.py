@@ -155,14 +155,8 @@ def test_a_warm_start_traces_and_compiles_nothing(tmp_path):
 def test_graphs_between_attention(family):
     expected = tokens(model_of(family))
     model = model_of(family)
-    graphs = Config(
-        max_num_tokens=64,
-        graph_mode="PIECEWISE",
-        capture_sizes=(1, 8, 64),
-        compiler="eager",
-        cache=False,
-    )
-    prepared = accelerate(model, graphs)
+    graphs = {"graph_mode": "PIECEWISE", "capture_sizes": (1, 8, 64)}
+    prepared = accelerate(model, CONFIG.changed(**graphs))
     assert tokens(model) == expected
     assert {row["mode"] for row in prepared.usage.rows()} == {"PIECEWISE"}
 
@@ -213,22 +207,20 @@ def test_other_calls_run_the_model_itself(family):
     assert generated.shape == (1, 7)
 
 
-def test_layers_that_the_paged_cache_has_no_place_for_are_refused():
-    """They would see only the tokens of one step. The model runs on as it is."""
-    model, ids = model_of("lfm2"), torch.tensor([[3, 4, 5]])
+@pytest.mark.parametrize(
+    ("family", "changed", "error", "says"),
+    [
+        # it would see only the tokens of one step
+        ("lfm2", {}, ModelNotAdaptable, r"layers\.0\.conv.*paged cache"),
+        ("mixtral", {"cache": True, "bundle": "force"}, BundleMissing, None),
+    ],
+)
+def test_a_start_that_is_refused_or_fails_leaves_the_model_as_it_was(family, changed, error, says):
+    model, ids = model_of(family), torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         expected = model(ids).logits
-        with pytest.raises(ModelNotAdaptable, match=r"layers\.0\.conv.*paged cache"):
-            accelerate(model, CONFIG)
-        assert torch.equal(model(ids).logits, expected)
-
-
-def test_a_start_that_fails_leaves_the_model_as_it_was():
-    model, ids = model_of("mixtral"), torch.tensor([[3, 4, 5]])
-    with torch.no_grad():
-        expected = model(ids).logits
-        with pytest.raises(BundleMissing):
-            accelerate(model, CONFIG.changed(cache=True, bundle="force"))
+        with pytest.raises(error, match=says):
+            accelerate(model, CONFIG.changed(**changed))
         assert torch.equal(model(ids).logits, expected)
 
 

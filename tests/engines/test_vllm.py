@@ -72,6 +72,8 @@ VERIFIED = ("gemma3", "granite_hybrid", "qwen3_moe")
 WRAPPED = ("qwen3", "llama", "qwen3_moe")
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 NO_COMPILER = {"compiler": "eager", "cache": False}
+OWN_PATH = {"compilation_config": {"mode": 0}}
+"""vLLM's own path, uncompiled."""
 WARNING = "vLLM runs this model without piecegraph: "
 
 
@@ -84,41 +86,21 @@ class Engines:
         capacity_engine = {"engine": {"gpu_memory_utilization": 0.3}, "capacity": True}
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
-            "graphs": {"family": "qwen3", "settings": graphs},
-            "proved": {
-                "family": "qwen3",
-                "settings": {**NO_COMPILER, "shadow": {"every": 1, "share": 1.0}},
-            },
-            "not compiled": {
-                "family": "qwen3",
-                "settings": {"compile": False, "cache": False},
-            },
-            "first step fails": {
-                "family": "qwen3",
-                "settings": NO_COMPILER,
-                "first step fails": True,
-            },
-            "wrong code": {
-                "family": "qwen3",
-                "settings": {**NO_COMPILER, "compiler": "planted"},
-            },
-            "sleeps": {"family": "qwen3", "settings": NO_COMPILER, "sleeps": True},
-            "goes around": {"family": "qwen3", "settings": NO_COMPILER, "goes around": True},
-            "mode NONE": {
-                "family": "qwen3",
-                "settings": NO_COMPILER,
-                "engine": {"compilation_config": {"mode": 0}},
-            },
-            "cold": {"family": "qwen3", "settings": stored},
-            "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
-            "capacity, cold": {"family": "qwen3", "settings": capacity, **capacity_engine},
-            "capacity, warm": {"family": "qwen3", "settings": capacity, **capacity_engine},
-            "killed": {"family": "qwen3", "settings": {"cache_dir": str(folder / "killed")}},
-            "refused": {
-                "family": "qwen3",
-                "settings": {"splitting_ops": ["vllm::nothing"]},
-                "engine": {"compilation_config": {"mode": 0}},  # vLLM's own path, uncompiled
-            },
+            "graphs": {"settings": graphs},
+            "proved": {"settings": {**NO_COMPILER, "shadow": {"every": 1, "share": 1.0}}},
+            "not compiled": {"settings": {"compile": False, "cache": False}},
+            "first step fails": {"settings": NO_COMPILER, "first step fails": True},
+            "wrong code": {"settings": {**NO_COMPILER, "compiler": "planted"}},
+            "sleeps": {"settings": NO_COMPILER, "sleeps": True},
+            "goes around": {"settings": NO_COMPILER, "goes around": True},
+            "mode NONE": {"settings": NO_COMPILER, "engine": OWN_PATH},
+            "cold": {"settings": stored},
+            "warm": {"settings": {**stored, "bundle": "force"}},
+            "capacity, cold": {"settings": capacity, **capacity_engine},
+            "capacity, warm": {"settings": capacity, **capacity_engine},
+            "killed": {"settings": {"cache_dir": str(folder / "killed")}},
+            "forced": {"settings": {"cache_dir": str(folder / "empty"), "bundle": "force"}},
+            "refused": {"settings": {"splitting_ops": ["vllm::nothing"]}, "engine": OWN_PATH},
         }
         for family in VERIFIED:
             for start in ("cold", "warm"):
@@ -149,7 +131,7 @@ class Engines:
         self.log = ""
 
     def command(self, names: Sequence[str]) -> list[str]:
-        jobs = json.dumps([self.jobs[name] for name in names])
+        jobs = json.dumps([{"family": "qwen3"} | self.jobs[name] for name in names])
         return [sys.executable, str(HELPER), str(self.folder), jobs]
 
     def __call__(self, *names: str) -> list[Any]:
@@ -162,6 +144,13 @@ class Engines:
             for name, line in zip(missing, found, strict=True):
                 self.results[name] = json.loads(line.removeprefix("RESULT "))
         return [self.results[name] for name in names]
+
+    def equal(self, alone: str, *names: str) -> list[Any]:
+        """Results of the jobs `names`, whose tokens are those of vLLM alone."""
+        expected, *found = self(alone, *names)
+        for result in found:
+            assert result["made"] == expected["made"]
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +181,7 @@ def test_a_model_that_is_called_in_two_forms(engines):
     one = {**jobs["deepstack, prepared"], "settings": NO_COMPILER}
     jobs["deepstack, one form"] = one
     names = ("deepstack", "deepstack, prepared", "deepstack, one form")
-    alone, prepared, unlisted = engines(*names)
-    assert prepared["made"] == unlisted["made"] == alone["made"]
+    prepared, unlisted = engines.equal(*names)
     report = prepared["report"]
     assert report["counters"]["dynamo_traces"] == 2
     assert (report["pieces"]["total"], report["pieces"]["unique"]) == (8, 4)
@@ -207,23 +195,20 @@ def test_a_model_that_is_called_in_two_forms(engines):
 @pytest.mark.parametrize("family", WRAPPED)
 def test_vllms_own_ops_are_lowered_by_its_own_passes(engines, family):
     """Norms and activations are such ops where vLLM wraps them, as on a GPU."""
-    alone, wrapped = engines(family, f"{family}, wrapped")
-    assert wrapped["made"] == alone["made"]
+    (wrapped,) = engines.equal(family, f"{family}, wrapped")
     assert wrapped["refusals"] == [None]
     assert (wrapped["opaque"], wrapped["report"]["opaque_ops"]) == ([], [])
 
 
 def test_a_model_that_vllm_compiles_in_no_mode_is_prepared(engines):
-    alone, prepared = engines("qwen3", "mode NONE")
-    assert prepared["made"] == alone["made"]
+    (prepared,) = engines.equal("qwen3", "mode NONE")
     assert prepared["refusals"] == [None]
 
 
 def test_a_warm_start_traces_and_compiles_nothing(engines):
-    alone, cold, warm = engines("qwen3", "cold", "warm")
+    cold, warm = engines.equal("qwen3", "cold", "warm")
     for start, compiles in ((cold, True), (warm, False)):
         report = start["report"]
-        assert start["made"] == alone["made"]
         assert report["cache"]["hit"] is not compiles
         assert (report["counters"]["dynamo_traces"] > 0) is compiles
         assert (report["counters"]["inductor_compiles"] > 0) is compiles
@@ -234,9 +219,8 @@ def test_a_warm_start_traces_and_compiles_nothing(engines):
 @pytest.mark.parametrize("family", VERIFIED)
 def test_a_warm_start_is_verified(engines, family):
     """Beside its steps; where the model reads vLLM's context, before them."""
-    alone, cold, warm = engines(family, f"{family}, cold", f"{family}, warm")
+    cold, warm = engines.equal(family, f"{family}, cold", f"{family}, warm")
     assert [start["report"]["cache"]["hit"] for start in (cold, warm)] == [False, True]
-    assert cold["made"] == warm["made"] == alone["made"]
     assert warm["verified"] is True
 
 
@@ -249,7 +233,6 @@ def test_the_kv_cache_is_as_large_after_a_cold_start(engines):
 
 def test_a_start_after_one_that_was_killed(engines):
     """It compiles what the first one had not stored."""
-    (alone,) = engines("qwen3")
     cache = engines.folder / "killed"
 
     def pieces():
@@ -264,23 +247,20 @@ def test_a_start_after_one_that_was_killed(engines):
         os.killpg(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     stored = pieces()
-    (second,) = engines("killed")
-    assert second["made"] == alone["made"]
+    (second,) = engines.equal("qwen3", "killed")
     assert second["report"]["counters"]["inductor_compiles"] == 3 - len(stored) < 3
 
 
 def test_without_any_graph_steps_run_without(engines):
     """oneDNN reads the address of its weights on the host, which the replay backend refuses."""
-    alone, graphs = engines("qwen3", "graphs")
-    assert graphs["made"] == alone["made"]
+    (graphs,) = engines.equal("qwen3", "graphs")
     assert {row["mode"] for row in graphs["report"]["dispatch"]} == {"NONE"}
     assert "vLLM serves without graphs: all 4 captures failed" in engines.log
 
 
 def test_steps_are_proved_while_vllm_serves(engines):
     """The KV caches are known as state, so that a step can run a second time."""
-    alone, proved = engines("qwen3", "proved")
-    assert proved["made"] == alone["made"]
+    (proved,) = engines.equal("qwen3", "proved")
     shadow = proved["report"]["shadow"]
     assert (shadow["stopped"], shadow["wrong"]) == (None, [])
     assert sum(row["count"] for row in shadow["proved"]) > 20
@@ -288,8 +268,7 @@ def test_steps_are_proved_while_vllm_serves(engines):
 
 def test_wrong_code_leaves_service_at_the_first_real_step(engines):
     """vLLM's dummy runs are no proof: its attention leaves the output of these unwritten."""
-    alone, wrong = engines("qwen3", "wrong code")
-    assert wrong["made"] == alone["made"]
+    (wrong,) = engines.equal("qwen3", "wrong code")
     assert wrong["refusals"] == [None]
     shadow = wrong["report"]["shadow"]
     assert [step["out_of_service"] for step in shadow["wrong"]] == ["compiled code"]
@@ -304,23 +283,20 @@ def test_wrong_code_leaves_service_at_the_first_real_step(engines):
     ],
 )
 def test_a_model_that_is_refused_runs_as_in_vllm(engines, alone, name, words):
-    expected, refused = engines(alone, name)
-    assert refused["made"] == expected["made"]
+    (refused,) = engines.equal(alone, name)
     reason = refused["report"]["refusal"]
     assert words in reason
     assert engines.log.count(WARNING + reason.splitlines()[0]) == 1
 
 
 def test_a_model_that_is_not_compiled(engines):
-    alone, prepared = engines("qwen3", "not compiled")
-    assert prepared["made"] == alone["made"]
+    (prepared,) = engines.equal("qwen3", "not compiled")
     assert prepared["refusals"] == [None]
     assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
 
 
 def test_a_first_step_that_fails_falls_back(engines):
-    alone, failed = engines("qwen3", "first step fails")
-    assert failed["made"] == alone["made"]
+    (failed,) = engines.equal("qwen3", "first step fails")
     assert failed["refusals"] == ["RuntimeError: the first step fails"]
     assert engines.log.count(WARNING + "RuntimeError: the first step fails") == 1
 
@@ -329,16 +305,15 @@ def test_an_engine_sleeps_and_wakes(engines):
     """On a CPU vLLM does nothing then, and refuses its own setting for it."""
     from vllm.platforms import current_platform
 
-    alone, slept = engines("qwen3", "sleeps")
-    assert slept["made"] == slept["after sleep"] == alone["made"]
+    (slept,) = engines.equal("qwen3", "sleeps")
+    assert slept["after sleep"] == slept["made"]
     assert slept["refusals"] == [None]
     assert "sleep mode is not supported on CPU" in engines.log
     assert not current_platform.is_sleep_mode_available()
 
 
 def test_an_engine_that_goes_around_the_prepared_model_is_named(engines):
-    alone, unused = engines("qwen3", "goes around")
-    assert unused["made"] == alone["made"]
+    engines.equal("qwen3", "goes around")
     assert engines.log.count("10 steps went around the prepared model: Qwen3ForCausalLM") == 1
 
 
@@ -352,8 +327,6 @@ def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines):
 
 
 def test_force_lets_nothing_compile(engines):
-    settings = {"bundle": "force", "cache_dir": str(engines.folder / "empty")}
-    engines.jobs["forced"] = {"family": "qwen3", "settings": settings}
     done = subprocess.run(engines.command(["forced"]), capture_output=True, text=True)
     assert done.returncode != 0
     assert "BundleMissing" in done.stdout + done.stderr

@@ -164,6 +164,12 @@ class World:
     clock: Clock
     engine: ReferenceEngine
 
+    def serve(self, requests):
+        """The tokens of each request, when all are complete."""
+        for _ in self.engine.serve(requests):
+            pass
+        return [request.tokens for request in requests]
+
 
 @pytest.fixture(scope="session")
 def small_config():

@@ -2,13 +2,11 @@
 tools say of each: its proved steps, its report, and `piecegraph bisect` of a wrong step.
 
 They were written down, with what each is to be called, before a tool was run on them.
-`python tests/tools/engine_faults.py` plants them one after another and prints a table.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from shadow_scenes import EAGER, MODEL, SHADOW, said
 
 import piecegraph
 from piecegraph.tools.engine import attention, engine, metadata, model
 from piecegraph.tools.engine.kv_cache import LayerCache
 from piecegraph.tools.serve import run
+
+from .shadow_scenes import EAGER, MODEL, SHADOW, said
 
 Patch = pytest.MonkeyPatch
 
@@ -397,16 +396,3 @@ def look(fault):
             return Seen(out_of_service, f"{found.rstrip()}; changed: {wrong[0]['changed']}")
         status, found = said(["run", *MODEL, *options, "--set", "shadow.share=1e-9"])
         return Seen("refused" if status == 3 else "nothing", found)
-
-
-if __name__ == "__main__":
-    only = " ".join(sys.argv[1:])
-    print("| planted | found | said | names it | false |\n|---|---|---|---|---|")
-    for fault in FAULTS:
-        if only not in fault.what:
-            continue
-        seen = look(fault)
-        print(
-            f"| {fault.what} | {seen.found} | {seen.line} | {seen.names(fault)} |"
-            f" {seen.false(fault)} |", flush=True,
-        )  # fmt: skip

@@ -4,7 +4,6 @@ faults. `CHANGES` is what a fault changes before a step; everything is put back 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from piecegraph import Batch, get_forward_context
 from piecegraph.tools.bisect import BisectCase, Step
+from tests.ops import define
 
 HIDDEN, OWN, REQUESTS = 8, 4, 16
 DUMP = REQUESTS * OWN
@@ -23,8 +23,6 @@ WORKSPACE = torch.zeros(HIDDEN)
 SCALES = [1.0, 1.0]
 
 LIBRARY = torch.library.Library("engine", "DEF")
-LIBRARY.define("attend(Tensor x, Tensor(a!) out, str layer) -> ()")
-LIBRARY.define("norm(Tensor x) -> Tensor")
 
 
 def attend(x, out, layer):
@@ -51,10 +49,8 @@ def norm(x):
     return x * 2 if len(x) == KNOBS.get("norm_wrong_at") else x
 
 
-LIBRARY.impl("attend", attend, "CompositeExplicitAutograd")
-LIBRARY.impl("norm", norm, "CompositeExplicitAutograd")
-torch.library.register_fake("engine::attend", lambda x, out, layer: None, lib=LIBRARY)
-torch.library.register_fake("engine::norm", torch.empty_like, lib=LIBRARY)
+define(LIBRARY, "attend(Tensor x, Tensor(a!) out, str layer) -> ()", attend)
+define(LIBRARY, "norm(Tensor x) -> Tensor", norm, torch.empty_like)
 
 
 class Decoder(torch.nn.Module):
@@ -134,7 +130,7 @@ class Engine:
 @contextlib.contextmanager
 def changed_process(**knobs):
     """The faults in the ops, and the process as before at the end."""
-    silu, dtype, environment = functional.silu, torch.get_default_dtype(), dict(os.environ)
+    dtype = torch.get_default_dtype()
     KNOBS.update(knobs)
     try:
         yield
@@ -142,10 +138,7 @@ def changed_process(**knobs):
         KNOBS.clear()
         WORKSPACE.zero_()
         SCALES[:] = [1.0, 1.0]
-        functional.silu = silu
         torch.set_default_dtype(dtype)
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def from_step(first, change, back=None):

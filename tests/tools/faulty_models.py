@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from piecegraph import get_forward_context
+from tests.ops import define
 
 LIBRARY = torch.library.Library("faulty", "DEF")
-LIBRARY.define("attention(Tensor query, Tensor(a!) output, str layer_name) -> ()")
 
 
 def attention(query, output, layer_name):
@@ -21,22 +21,16 @@ def attention(query, output, layer_name):
     layer, slots = context.layers[layer_name], context.metadata
     layer.cache.index_add_(0, slots, query)
     output.copy_(layer.cache[slots])
-    if layer.moves:
-        layer.cache = layer.cache.clone()
 
 
-LIBRARY.impl("attention", attention, "CPU")
-torch.library.register_fake(
-    "faulty::attention", lambda query, output, layer_name: None, lib=LIBRARY
-)
+define(LIBRARY, "attention(Tensor query, Tensor(a!) output, str layer_name) -> ()", attention)
 
 
 @dataclass
 class Layer:
-    """A cache of one row a slot; `moves` plants a cache that is somewhere else after each step."""
+    """A cache of one row a slot."""
 
     cache: torch.Tensor
-    moves: bool = False
 
 
 @dataclass
@@ -149,17 +143,13 @@ def wrong_activations(graph, inputs):
     return graph.forward
 
 
-LIBRARY.define("scaled(Tensor query, Tensor(a!) output) -> ()")
-
-
 def scaled(query, output):
     """Each row of the query by the step's row of weights and by its scale, a number of Python."""
     metadata = get_forward_context().metadata
     output.copy_(query * metadata.weights[: len(query), None] * metadata.scale)
 
 
-LIBRARY.impl("scaled", scaled, "CPU")
-torch.library.register_fake("faulty::scaled", lambda query, output: None, lib=LIBRARY)
+define(LIBRARY, "scaled(Tensor query, Tensor(a!) output) -> ()", scaled)
 
 
 @dataclass
@@ -189,11 +179,6 @@ class Scaling(torch.nn.Module):
         output = torch.empty_like(x)
         torch.ops.faulty.scaled(x * 2, output)
         return output + 1
-
-
-LIBRARY.define("transposed(Tensor x) -> Tensor")
-LIBRARY.impl("transposed", lambda x: x.t().contiguous().t(), "CPU")
-torch.library.register_fake("faulty::transposed", torch.empty_like, lib=LIBRARY)
 
 
 class WrongFake(Tiny):
@@ -251,11 +236,6 @@ def refuses_relu(graph, inputs):
     if any("relu" in str(node.target) for node in graph.graph.nodes):
         raise RuntimeError("no rule for relu")
     return graph.forward
-
-
-LIBRARY.define("counted(Tensor x) -> Tensor")
-LIBRARY.impl("counted", lambda x: x * len(get_forward_context().metadata), "CPU")
-torch.library.register_fake("faulty::counted", torch.empty_like, lib=LIBRARY)
 
 
 class Counted(Tiny):
@@ -320,28 +300,20 @@ class Residual(torch.nn.Module):
         return x.softmax(-1) * 100
 
 
-LIBRARY.define("doubled_type(Tensor x) -> Tensor")
-LIBRARY.impl("doubled_type", lambda x: x.double(), "CPU")
-torch.library.register_fake("faulty::doubled_type", torch.empty_like, lib=LIBRARY)
-
-LIBRARY.define("first_columns(Tensor x) -> Tensor")
-LIBRARY.impl("first_columns", lambda x: x[:, :2].contiguous(), "CPU")
-torch.library.register_fake("faulty::first_columns", torch.empty_like, lib=LIBRARY)
-
-LIBRARY.define("divided(Tensor x, Tensor(a!) low, Tensor(b!) high) -> ()")
-
-
 def divided(x, low, high):
     low.copy_(x.clamp(max=0))
     high.copy_(x.clamp(min=0))
 
 
-LIBRARY.impl("divided", divided, "CPU")
-torch.library.register_fake("faulty::divided", lambda x, low, high: None, lib=LIBRARY)
-
-LIBRARY.define("on_host(Tensor x) -> Tensor")
-LIBRARY.impl("on_host", lambda x: x * (x.abs().max().item() > 0), "CPU")
-torch.library.register_fake("faulty::on_host", torch.empty_like, lib=LIBRARY)
+define(LIBRARY, "divided(Tensor x, Tensor(a!) low, Tensor(b!) high) -> ()", divided)
+for _name, _run in {
+    "counted": lambda x: x * len(get_forward_context().metadata),
+    "doubled_type": lambda x: x.double(),
+    "first_columns": lambda x: x[:, :2].contiguous(),
+    "on_host": lambda x: x * (x.abs().max().item() > 0),
+    "transposed": lambda x: x.t().contiguous().t(),
+}.items():
+    define(LIBRARY, f"{_name}(Tensor x) -> Tensor", _run, torch.empty_like)
 
 
 def wrong_type(x):
@@ -424,9 +396,6 @@ class Nested:
     by_name: dict
 
 
-LIBRARY.define("nested(Tensor query, Tensor(a!) output, str field) -> ()")
-
-
 def nested(query, output, field):
     metadata = get_forward_context().metadata
     values = {
@@ -437,8 +406,7 @@ def nested(query, output, field):
     output.copy_(query * values[field]())
 
 
-LIBRARY.impl("nested", nested, "CPU")
-torch.library.register_fake("faulty::nested", lambda query, output, field: None, lib=LIBRARY)
+define(LIBRARY, "nested(Tensor query, Tensor(a!) output, str field) -> ()", nested)
 
 
 class Reading(torch.nn.Module):

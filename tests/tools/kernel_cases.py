@@ -12,68 +12,31 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import (
-    BatchDescriptor,
-    ForwardContext,
-    ReplayBackend,
-    ReplayOptions,
-    RuntimeMode,
-    forward_context,
-    prepare,
-)
-from piecegraph.tools.engine import attention, triton_attention  # noqa: F401 - registers ops
-from piecegraph.tools.engine.block_manager import BlockManager
-from piecegraph.tools.engine.kv_cache import LayerCache
-from piecegraph.tools.engine.metadata import NO_SLOT, MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
+from piecegraph import BatchDescriptor, ReplayBackend, ReplayOptions, RuntimeMode, prepare
+from piecegraph.tools.engine import triton_attention
+from piecegraph.tools.engine.metadata import NO_SLOT
 from piecegraph.tools.serve import run as main_job
 
+from . import attention_batches
+from .attention_batches import attend, buffers_of
 from .conftest import ONE_LAYER, started
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-CPU = torch.device("cpu")
 
 
-class Batch:
-    """Requests with random contexts in a random cache, and a step over them. Blocks that nobody
-    owns, and rows of padding, are NaN."""
+class Batch(attention_batches.Batch):
+    """Blocks that nobody owns, and rows of padding, are NaN."""
 
-    def __init__(self, shapes, *, heads=4, kv_heads=2, dim=8, block=4, window=0, dtype):
-        """`shapes`: (context before the step, query length) of each request."""
-        generator = torch.Generator().manual_seed(sum(map(sum, shapes)) + 31 * heads)
-        self.blocks = BlockManager(160, block)
-        for i, (start, query_len) in enumerate(shapes):
-            assert self.blocks.grow(i, start + query_len)
-        self.shares = [
-            Share(Request(i, [0] * 99, 1), *each, False) for i, each in enumerate(shapes)
-        ]
-        self.total = sum(query_len for _, query_len in shapes)
-
-        def draw(*shape):
-            return torch.randn(*shape, dim, generator=generator).to(dtype)
-
-        self.cache = LayerCache(*(draw(160, block, kv_heads) for _ in range(2)), window=window)
+    def __init__(self, shapes, **form):
+        super().__init__(shapes, **form)
         for part in (self.cache.keys, self.cache.values):
             part[self.blocks.free_blocks] = torch.nan
-        fused = draw(self.total, heads + 2 * kv_heads)  # views: rows are not contiguous
-        self.inputs = fused.split((heads, kv_heads, kv_heads), dim=1)
 
-    def run(self, padding=0, *, triton, change=lambda metadata: None):
-        """The output, and what the cache holds then."""
-        cache = deepcopy(self.cache)
-        longest = max(len(self.blocks.table(share.request.id)) for share in self.shares)
-        buffers = MetadataBuffers(
-            max_rows=self.total + padding, max_blocks=longest, device=CPU, triton=triton
-        )
-        descriptor = BatchDescriptor(self.total + padding, len(self.shares))
-        metadata = buffers.fill(StepSchedule(tuple(self.shares), ()), self.blocks, descriptor)
-        change(metadata)
-        given = [
-            torch.cat((x, x.new_full((padding, *x.shape[1:]), torch.nan))) for x in self.inputs
-        ]
-        output = torch.full_like(given[0], torch.nan)
-        with forward_context(ForwardContext({"here": cache}, metadata)):
-            torch.ops.piecegraph_reference.paged_attention(*given, output, "here")
+    def run(self, padding=0, **how):
+        """The output, and what the cache holds then. The batch can run again."""
+        before = self.cache
+        self.cache = deepcopy(before)
+        output, self.cache, cache = super().run(padding, **how), before, self.cache
         return output, cache
 
 
@@ -176,14 +139,11 @@ def test_a_token_without_a_slot_is_not_written():
 
 def test_a_capture_of_padding_writes_nothing():
     batch = Batch([(9, 3)], dtype=torch.float32)
-    buffers = MetadataBuffers(max_rows=8, max_blocks=4, device=CPU, triton=True)
+    buffers = buffers_of(8, triton=True)
     for mode in RuntimeMode:
         metadata = buffers.padding(BatchDescriptor(3, 2), mode)
         cache = deepcopy(batch.cache)
-        output = torch.full_like(batch.inputs[0], torch.nan)
-        with forward_context(ForwardContext({"here": cache}, metadata)):
-            torch.ops.piecegraph_reference.paged_attention(*batch.inputs, output, "here")
-        assert (output == 0).all()
+        assert (attend(batch.inputs, cache, metadata) == 0).all()
         assert torch.equal(cache.keys.nan_to_num(7), batch.cache.keys.nan_to_num(7))
 
 

@@ -1,16 +1,9 @@
-"""Faults to plant, one of each kind, and what bisect must say of each.
-
-`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints a
-table.
-"""
+"""Faults to plant, one of each kind, and what bisect must say of each."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +22,7 @@ from piecegraph.compile.plan import plan_builder, split_model
 from piecegraph.runtime.parts.proof import row_mixing
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
+from . import faulty_models as models
 
 DUMP = 31
 ATEN = torch.ops.aten
@@ -58,7 +50,6 @@ class Site:
         *,
         padding=models.Padding,
         dump=DUMP,
-        moves=False,
         **settings,
     ):
         """A case of an attention model with steps of given sizes."""
@@ -72,37 +63,22 @@ class Site:
             for size in sizes
         ]
         at = {} if "splitting" in str(settings) else {"splitting_ops": ("faulty::attention",)}
-        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
-        config = self.config(**{**at, **limits, **settings})
-        layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
+        config = self.config(**{**at, **settings})
+        layers = {"layer": models.Layer(torch.zeros(32, 4))}
         return BisectCase(model or models.Tiny(), config, steps, layers, padding(buffer, DUMP))
 
-    def scaled(self, step, capture):
-        """A case of an op that reads a tensor and a number of the metadata."""
-        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
-        config = self.config(splitting_ops=("faulty::scaled",), **limits)
-        return BisectCase(
-            models.Scaling(),
-            config,
-            [Step((rows(4),), decode(4), step)],
-            {},
-            capture,
+    def one_step(self, model, op, metadata, captured):
+        """A case of an op that reads the metadata, which is another at the capture."""
+        config = self.config(
+            splitting_ops=(op,), max_num_tokens=8, max_num_reqs=8, capture_sizes=(4,)
         )
-
-    def reading(self, field, now, captured):
-        """A case of an op that reads a field of the metadata, which is another at the capture."""
-        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
-        config = self.config(splitting_ops=("faulty::nested",), **limits)
-        step = Step((rows(4),), decode(4), now)
-        return BisectCase(
-            models.Reading(field), config, [step], {}, lambda descriptor, mode: captured
-        )
+        step = Step((rows(4),), decode(4), metadata)
+        return BisectCase(model, config, [step], {}, captured)
 
     def whole(self, model, **settings):
         """A case of a model without a splitting op."""
-        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
         steps = [Step((rows(size),), decode(size)) for size in (8, 3, 8)]
-        return BisectCase(model, self.config(**{**limits, **settings}), steps)
+        return BisectCase(model, self.config(**settings), steps)
 
     def compiler(self, function):
         """The name of a compiler, instead of that of the site."""
@@ -113,7 +89,8 @@ class Site:
 
     def config(self, **settings):
         base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention": {"support": 3}}
-        return Config(**{**base, **self.settings, **settings})
+        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
+        return Config(**{**base, **limits, **self.settings, **settings})
 
     def lower(self, op, fault):
         """Let Inductor lower `op` to what `fault(right, *args)` gives."""
@@ -253,26 +230,42 @@ def rows_that_mix(model=None, **splitting):
     return plant
 
 
-def moved_weight(site):
-    it = site.case(sizes=(4, 4))
+def moved(move):
+    """`move(case)` is called before a second step that a graph runs."""
 
-    def reload(decision):
-        if decision.graph_index >= 0:
-            it.model.before.weight.data = it.model.before.weight.data.clone()
-        return torch.arange(4)
+    def plant(site):
+        it = site.case(sizes=(4, 4))
+        first, second = it.steps
 
-    return replace(it, steps=[it.steps[0], replace(it.steps[1], metadata=reload)])
+        def metadata(decision):
+            if decision.graph_index >= 0:
+                move(it)
+            return second.metadata(decision)
+
+        return replace(it, steps=[first, replace(second, metadata=metadata)])
+
+    return plant
+
+
+def move_weight(it):
+    it.model.before.weight.data = it.model.before.weight.data.clone()
+
+
+def move_cache(it):
+    it.layers["layer"].cache = it.layers["layer"].cache.clone()
 
 
 def metadata_in_new_memory(site):
     capture = lambda descriptor, mode: models.Weights(torch.ones(32), 1.0)  # noqa: E731
-    return site.scaled(models.StepWeights(3.0, 1.0), capture)
+    step = models.StepWeights(3.0, 1.0)
+    return site.one_step(models.Scaling(), "faulty::scaled", step, capture)
 
 
 def frozen_host_value(site):
     buffer = torch.ones(32)
     capture = lambda descriptor, mode: models.Weights(buffer.fill_(0), 1.0)  # noqa: E731
-    return site.scaled(models.StepWeights(3.0, 7.0, buffer), capture)
+    step = models.StepWeights(3.0, 7.0, buffer)
+    return site.one_step(models.Scaling(), "faulty::scaled", step, capture)
 
 
 def spoiled_replay(site):
@@ -316,22 +309,28 @@ def lost_writes(site):
     return site.whole(models.Cached(), compiler=site.compiler(models.loses_writes))
 
 
+def reading(site, field, step, captured):
+    """A field of the metadata."""
+    capture = lambda descriptor, mode: captured  # noqa: E731
+    return site.one_step(models.Reading(field), "faulty::nested", step, capture)
+
+
 def a_wider_table(site):
     memory = torch.ones(24)
-    step, capture = (
+    step, captured = (
         models.Nested(memory[: 8 * width].view(8, width), [1.0, 2.0], {"scale": 1.0})
         for width in (3, 2)
     )
-    return site.reading("table", step, capture)
+    return reading(site, "table", step, captured)
 
 
 def another_value(field):
     def plant(site):
         table = torch.ones(8, 2)
-        capture, step = (
+        captured, step = (
             models.Nested(table, [1.0, value], {"scale": value}) for value in (2.0, 7.0)
         )
-        return site.reading(field, step, capture)
+        return reading(site, field, step, captured)
 
     return plant
 
@@ -419,9 +418,9 @@ FAULTS = [
           says=_MIXED),
     Fault("a padding row has a stale slot", case(dump=None, sizes=(4, 3)), "PIECEWISE",
           says="something of an earlier step is left"),
-    Fault("a weight moves between two steps", moved_weight, "PIECEWISE",
+    Fault("a weight moves between two steps", moved(move_weight), "PIECEWISE",
           says="MovedTensor: before.weight moved"),
-    Fault("the KV cache moves after the capture", case(moves=True, sizes=(4, 12)), "FULL",
+    Fault("the KV cache moves after the capture", moved(move_cache), "FULL",
           says="MovedTensor: layers['layer'].cache moved"),
     Fault("metadata is in new memory", metadata_in_new_memory, "FULL",
           says="MovedTensor: metadata.weights moved"),
@@ -493,32 +492,3 @@ def site_for(compiler):
 def find(fault, compiler, say=lambda _: None):
     with site_for(compiler) as site:
         return bisect(fault.plant(site), say=say)
-
-
-def main():
-    """Print a row for each fault as soon as it is known, and what the rows come to."""
-    print("| planted | stage | piece | operator, pass | the line says | s |")
-    print("|---|---|---|---|---|---|")
-    named, slowest = 0, 0.0
-    for fault in FAULTS:
-        began, found = time.perf_counter(), find(fault, "inductor")
-        seconds = time.perf_counter() - began
-        slowest, cells = max(slowest, seconds), ["no finding"] * 4
-        if found is not None:
-            piece = "-" if found.piece is None else str(found.piece)
-            cause = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
-            cells = [found.stage, piece, cause or "-", fault.says]
-        try:
-            fault.check(found)
-            named += 1
-        except AssertionError as error:
-            cells[-1] = f"NOT NAMED: {error}"
-        print("|", " | ".join([fault.what, *cells, f"{seconds:.0f}"]), "|", flush=True)
-    today = datetime.date.today().isoformat()
-    print(
-        f"\ntorch {torch.__version__}, {today}: {named} of {len(FAULTS)}, at most {slowest:.0f} s."
-    )
-
-
-if __name__ == "__main__":
-    main()

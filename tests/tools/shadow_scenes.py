@@ -1,16 +1,11 @@
 """Faults planted in a running engine: what its shadow steps take out of service, and what bisect
-says of the step file that they leave.
-
-`python tests/tools/shadow_scenes.py` plants them one after another and prints a table.
-"""
+says of the step file that they leave."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -58,14 +53,13 @@ class Seen:
     out: str
     wrong: dict[str, Any] | None
     bisect: str
-    seconds: float
 
 
 def see(scene, folder):
     """Serve with the fault, every step proved, and bisect the step that was saved."""
     with pytest.MonkeyPatch.context() as patch:
         options = scene.plant(patch, folder)
-        report, began = folder / "report.json", time.perf_counter()
+        report = folder / "report.json"
         command = ["run", *MODEL, *options, *SHADOW, "--json", str(report)]
         status, out = said(command)
         wrong = json.loads(report.read_text())["shadow"]["wrong"] if report.exists() else []
@@ -73,7 +67,7 @@ def see(scene, folder):
         if wrong:
             _, found = said(["bisect", *MODEL, *options, "--replay", wrong[0]["file"]])
             line = found.splitlines()[-1]
-        return Seen(status, out, wrong[0] if wrong else None, line, time.perf_counter() - began)
+        return Seen(status, out, wrong[0] if wrong else None, line)
 
 
 def said(command):
@@ -225,15 +219,3 @@ SCENES = [
     Scene("a kernel is wrong at one size", wrong_size, "compiled code",
           "stage=compiler piece=0 operator=torch.nn.functional.embedding"),
 ]  # fmt: skip
-
-
-if __name__ == "__main__":
-    print("| planted | out of service | step | bisect of its file | s |\n|---|---|---|---|---|")
-    for scene in SCENES:
-        with tempfile.TemporaryDirectory() as folder:
-            seen = see(scene, Path(folder))
-        wrong, line = seen.wrong, seen.bisect or seen.out.splitlines()[-1]
-        where = (
-            f"{wrong['out_of_service']} | {wrong['mode']} {wrong['num_tokens']}" if wrong else "|"
-        )
-        print(f"| {scene.what} | {where} | {line} | {seen.seconds:.0f} |", flush=True)

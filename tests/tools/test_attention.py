@@ -7,24 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
+from piecegraph import BatchDescriptor, RuntimeMode
 from piecegraph.errors import MissingMetadata
-from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
-from piecegraph.tools.engine.block_manager import BlockManager
-from piecegraph.tools.engine.kv_cache import LayerCache
-from piecegraph.tools.engine.metadata import MetadataBuffers
-from piecegraph.tools.engine.scheduler import Request, Share, StepSchedule
+
+from . import attention_batches
+from .attention_batches import attend, buffers_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
-CPU = torch.device("cpu")
-
-
-def attend(query, key, value, cache, metadata):
-    """Run the op on one layer and return its output, which starts as NaN."""
-    output = torch.full_like(query, torch.nan)
-    with forward_context(ForwardContext({"here": cache}, metadata)):
-        torch.ops.piecegraph_reference.paged_attention(query, key, value, output, "here")
-    return output
 
 
 def textbook(query, keys, values):
@@ -37,50 +26,20 @@ def textbook(query, keys, values):
     return torch.stack(rows)
 
 
-class Batch:
-    """Requests with a random context in a random cache, and a step over them."""
-
-    def __init__(self, shapes, *, decode, seed=0):
-        """`shapes`: (context before the step, query length) of each request."""
-        self.generator = torch.Generator().manual_seed(seed)
-        self.blocks = BlockManager(64, BLOCK)
-        shares = []
-        for i, (start, query_len) in enumerate(shapes):
-            self.blocks.grow(i, start + query_len)
-            shares.append(Share(Request(i, [0] * 40, 1), start, query_len, decode))
-        self.schedule = StepSchedule(tuple(shares), ())
-        self.total = self.schedule.num_tokens
-        self.cache = LayerCache(self.draw(64, BLOCK, KV_HEADS), self.draw(64, BLOCK, KV_HEADS))
-        self.query = self.draw(self.total, HEADS)
-        self.key = self.draw(self.total, KV_HEADS)
-        self.value = self.draw(self.total, KV_HEADS)
-
-    def draw(self, *shape):
-        return torch.randn(*shape, DIM, generator=self.generator)
-
-    def run(self, padding=0, garbage=5.0, buffers=None):
-        rows = self.total + padding
-        if buffers is None:
-            buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
-        metadata = buffers.fill(self.schedule, self.blocks, BatchDescriptor(rows))
-        padded = (
-            torch.cat((real, torch.full((padding, *real.shape[1:]), garbage)))
-            for real in (self.query, self.key, self.value)
-        )
-        return attend(*padded, self.cache, metadata)
-
+class Batch(attention_batches.Batch):
     def expected(self):
         keys = self.cache.keys.flatten(0, 1).clone()
         values = self.cache.values.flatten(0, 1).clone()
+        query, key, value = self.inputs
         rows, token = [], 0
         for share in self.schedule.shares:
             slots = self.blocks.slots(share.request.id, 0, share.context_len)
             own = slice(token, token + share.query_len)
-            keys[slots[share.start :]] = self.key[own]
-            values[slots[share.start :]] = self.value[own]
+            keys[slots[share.start :]] = key[own]
+            values[slots[share.start :]] = value[own]
             for position in range(share.start, share.context_len):
                 seen = slots[: position + 1]
-                rows.append(textbook(self.query[token], keys[seen], values[seen]))
+                rows.append(textbook(query[token], keys[seen], values[seen]))
                 token += 1
         return torch.stack(rows), keys, values
 
@@ -91,7 +50,7 @@ CONTEXTS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
 def check(batch, padding):
     expected, keys, values = batch.expected()
-    output = batch.run(padding)
+    output = batch.run(padding, garbage=5.0)
     torch.testing.assert_close(output[: batch.total], expected, rtol=1e-5, atol=1e-5)
     assert (output[batch.total :] == 0).all()
     torch.testing.assert_close(batch.cache.keys.flatten(0, 1)[BLOCK:], keys[BLOCK:])
@@ -112,7 +71,7 @@ def test_decodes_with_any_context(contexts, padding):
 def test_failure_25_padding_rows_change_no_real_row_by_a_bit(decode):
     shapes = [(9, 1), (3, 1), (17, 1)]
     outputs = [
-        Batch(shapes, decode=decode).run(padding, garbage)
+        Batch(shapes, decode=decode).run(padding, garbage=garbage)
         for padding, garbage in [(0, 0.0), (1, 9.0), (5, -1e30), (13, 2.0)]
     ]
     for output in outputs[1:]:
@@ -130,11 +89,9 @@ def test_failure_26_nan_in_padding_rows_stays_out_of_real_rows(decode):
 
 
 def test_failure_27_a_padding_request_of_length_0_yields_zeros():
-    buffers = MetadataBuffers(max_rows=8, max_blocks=10, device=CPU)
-    metadata = buffers.padding(BatchDescriptor(4, 4, 1), RuntimeMode.FULL)
+    metadata = buffers_of(8).padding(BatchDescriptor(4, 4, 1), RuntimeMode.FULL)
     batch = Batch([(5, 1)] * 4, decode=True)
-    output = attend(batch.query, batch.key, batch.value, batch.cache, metadata)
-    assert (output == 0).all()
+    assert (attend(batch.inputs, batch.cache, metadata) == 0).all()
 
 
 @pytest.mark.parametrize("decode", [False, True])
@@ -142,7 +99,7 @@ def test_failure_29_padding_writes_to_the_dump_block_only(decode):
     batch = Batch([(9, 1), (3, 1)], decode=decode)
     before = deepcopy(batch.cache)
     larger = Batch([(9, 1), (3, 1), (17, 1), (5, 1)], decode=decode)
-    buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
+    buffers = buffers_of(48)
     buffers.fill(larger.schedule, larger.blocks, BatchDescriptor(larger.total))  # an earlier step
     batch.run(padding=6, buffers=buffers)
     own = {
@@ -162,15 +119,15 @@ def test_a_decode_rows_result_does_not_depend_on_the_others():
     alone = Batch([(9, 1)], decode=True)
     among = Batch([(9, 1), (30, 1), (2, 1)], decode=True)
     among.cache = deepcopy(alone.cache)
-    for name in ("query", "key", "value"):
-        setattr(among, name, torch.cat((getattr(alone, name), getattr(among, name)[1:])))
+    for mine, theirs in zip(among.inputs, alone.inputs, strict=True):
+        mine[0] = theirs[0]
     assert torch.equal(alone.run()[0], among.run()[0])
 
 
 def test_the_op_without_metadata_names_its_layer():
     batch = Batch([(0, 1)], decode=True)
     with pytest.raises(MissingMetadata, match="layer here"):
-        attend(batch.query, batch.key, batch.value, batch.cache, None)
+        attend(batch.inputs, batch.cache, None)
 
 
 def test_the_op_is_declared_as_one_that_writes_its_output():

@@ -16,9 +16,8 @@ from piecegraph.tools.bisect.culprit import PieceSearch
 from piecegraph.tools.bisect.rerun import Rerun
 from piecegraph.tools.bisect.stages import stages
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
-from planted_faults import site_for
+from . import faulty_models as models
+from .planted_faults import site_for
 
 pytestmark = pytest.mark.compile
 
@@ -206,9 +205,10 @@ def run_alone(script, _):
 def test_the_script_fails_as_long_as_the_number_is_wrong(
     case, found, tmp_path, capsys, monkeypatch, run
 ):
+    """Its folders are those that this process imports from."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
     script = tmp_path / "wrong.py"
     _, line = found(case(models.Branching(), tracing={"guards": "drop"}), script=script)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     status, said = run(script, capsys)
     assert (status, said.strip()) == (1, line)
     assert line in script.read_text()

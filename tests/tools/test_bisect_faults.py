@@ -1,15 +1,11 @@
 """One injected fault of each kind that was once missed or attributed to the wrong part."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from piecegraph.tools.bisect import bisect
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
-from planted_faults import FAULTS, find, site_for
+from . import faulty_models as models
+from .planted_faults import FAULTS, find, site_for
 
 pytestmark = pytest.mark.compile
 

@@ -10,10 +10,10 @@ import torch
 
 from piecegraph import break_graph
 from piecegraph.tools.bisect import bisect
+from tests.ops import define
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
-from planted_faults import site_for
+from . import faulty_models as models
+from .planted_faults import site_for
 
 pytestmark = pytest.mark.compile
 
@@ -37,7 +37,6 @@ class Updated(torch.nn.Module):
 
 
 LIBRARY = torch.library.Library("untraced", "DEF")
-LIBRARY.define("two_faced(Tensor x) -> Tensor")
 
 
 def two_faced(x):
@@ -46,8 +45,7 @@ def two_faced(x):
     return x.neg()  # another operator
 
 
-LIBRARY.impl("two_faced", two_faced, "CPU")
-torch.library.register_fake("untraced::two_faced", torch.empty_like, lib=LIBRARY)
+define(LIBRARY, "two_faced(Tensor x) -> Tensor", two_faced, torch.empty_like)
 
 
 class TwoFaced(torch.nn.Module):
@@ -55,9 +53,11 @@ class TwoFaced(torch.nn.Module):
         return torch.ops.untraced.two_faced(x)
 
 
-LIBRARY.define("scaled(Tensor x) -> Tensor")
-LIBRARY.impl("scaled", lambda x: x * SCALE[0], "CPU")  # in a splitting op
-torch.library.register_fake("untraced::scaled", torch.empty_like, lib=LIBRARY)
+def scaled(x):
+    return x * SCALE[0]  # in a splitting op
+
+
+define(LIBRARY, "scaled(Tensor x) -> Tensor", scaled, torch.empty_like)
 
 
 class Splitting(torch.nn.Module):

@@ -165,11 +165,6 @@ def test_an_entry_that_is_not_whole_is_not_left_out_of_an_export(root, capsys, t
     assert not (tmp_path / "bundle.tar").exists()
 
 
-@pytest.mark.parametrize("size", ["", "much", "-1", "1XB"])
-def test_a_bad_size_is_refused(root, size):
-    assert main(["cache", "prune", "--size", size]) == 2
-
-
 @pytest.mark.parametrize(
     ("text", "size"), [("5", 5), ("2KiB", 2048), ("1.5MB", 1.5e6), ("3GiB", 3 << 30), ("7B", 7)]
 )
@@ -225,33 +220,6 @@ def test_an_export_replaces_nothing_but_a_file(root, capsys, tmp_path):
     assert main(["cache", "export", str(tmp_path / "pipe")]) == 2
     assert "it exists" in capsys.readouterr().err
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
-
-
-def test_an_export_of_nothing_is_refused(tmp_path, capsys):
-    there = ["--cache-dir", str(tmp_path / "missing")]
-    assert main(["cache", "export", str(tmp_path / "bundle.tar"), *there]) == 2
-    assert "it holds no bundle" in capsys.readouterr().err
-
-
-def test_an_import_without_a_file_says_so(root, capsys):
-    assert main(["cache", "import", "/does/not/exist", "--trust"]) == 2
-    assert "No such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--no-cache"], "the cache is off"),
-        (["--off", "cache"], "the cache is off"),
-        (["--off", "compile"], "compiling is off"),
-        (["--backend", "eager"], "the compiler 'eager' keeps nothing"),
-        (["--dump-dir", "dump"], "with a dump directory nothing is kept"),
-    ],
-)
-def test_a_warm_that_would_store_nothing_is_refused(capsys, monkeypatch, tmp_path, options, reason):
-    monkeypatch.chdir(tmp_path)
-    assert main(["cache", "warm", *SMALL, *options]) == 2
-    assert reason in capsys.readouterr().err
 
 
 def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):

@@ -1,8 +1,6 @@
 """Company that changes a result is found with its layer, a fact that a key lacks by its name."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,7 @@ from piecegraph.errors import InvalidSetting, PiecegraphError
 from piecegraph.tools.bisect import BisectCase, Step, check_invariance, check_keys
 from piecegraph.tools.cli.app import main
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
+from . import faulty_models as models
 
 pytestmark = pytest.mark.compile
 

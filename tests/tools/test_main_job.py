@@ -114,22 +114,6 @@ def test_the_second_start_neither_traces_nor_compiles(run, tmp_path, text_compil
     assert warm["verification"]["ok"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--capture-sizes", "0,4"),
-        ("--capture-sizes", "-4"),
-        ("--capture-sizes", "4,1000"),
-        ("--cache-dir", "/dev/null/cache"),
-    ],
-)
-def test_what_the_library_refuses_is_one_line_and_exit_status_2(capsys, option, value):
-    assert main(["run", *SMALL, "--backend", "eager", option, value]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: ")
-
-
 def test_a_cold_start_serves_while_a_child_compiles(run, tmp_path):
     empty = str(tmp_path / "empty")
     report = run("--bundle", "serve", "--cache-dir", empty, "--verify", "all")

@@ -6,10 +6,9 @@ import itertools
 import pytest
 
 from piecegraph import ReplayBackend, ReplayOptions, prepare
-from piecegraph.errors import InvalidSetting, RewrittenEarly
+from piecegraph.errors import RewrittenEarly
 from piecegraph.runtime.backends.replay.work_queue import QueuePoint
 from piecegraph.tools.serve import run as main_job
-from piecegraph.tools.serve.options import read_run_options
 from piecegraph.torch_compat.basics.tensors import last_modes
 
 from .conftest import ONE_LAYER, started
@@ -134,8 +133,3 @@ def test_speculation_overlaps_where_a_step_samples_nothing(served):
         served, mode, **options
     )
     assert set(before) == {True, False}
-
-
-def test_what_cannot_overlap_is_refused():
-    with pytest.raises(InvalidSetting, match="--overlap builds a step before"):
-        read_run_options(overlap=True, buckets="linear")

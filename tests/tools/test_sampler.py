@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.errors import InvalidSetting
 from piecegraph.tools.engine.sampler import WARMED, Sampler, _filtered
 from piecegraph.tools.engine.scheduler import SamplingParams
 from piecegraph.tools.serve.options import read_run_options
@@ -119,11 +118,6 @@ def test_warm_up_samples_each_setting_for_a_changed_batch_and_the_same(monkeypat
     assert changed == list(range(1, len(calls), 2))
     sampler.sample(torch.zeros(4, 50), [(WARMED[-1], 0)] * 4)
     assert changed[-1] == len(calls)  # it knows no batch of the warm-up
-
-
-def test_a_value_out_of_range_is_an_error():
-    with pytest.raises(InvalidSetting, match="top_p = 0: it is out of range"):
-        SamplingParams(top_p=0)
 
 
 def served(**options):

@@ -1,15 +1,13 @@
 """From a wrong step of a running engine to its file, and from the file to the cause."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from piecegraph.tools.cli.app import main
 
-sys.path.append(str(Path(__file__).parent))
-import faulty_models as models
+from . import faulty_models as models
 
 pytestmark = pytest.mark.compile
 

@@ -1,13 +1,11 @@
 """Faults planted in a running engine are found by its shadow steps, or refused before them."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))
-import engine_faults
-import shadow_scenes as scenes
+from . import engine_faults
+from . import shadow_scenes as scenes
 
 pytestmark = pytest.mark.heavy
 

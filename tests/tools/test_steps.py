@@ -15,13 +15,22 @@ from piecegraph.tools.steps import StepRecorder, load_steps, replay_step
 
 @pytest.fixture(scope="module")
 def prepared(small_config):
-    config = small_config(capture_sizes=(2, 4), splitting_ops=(), graph_mode="FULL_DECODE_ONLY")
-    made = pg.prepare(
-        torch.nn.Linear(4, 4), config.changed(inputs={"input": "float32[num_tokens, 4]"})
-    )
+    config = small_config(
+        inputs={"input": "float32[num_tokens, 4]"}, capture_sizes=(2, 4), splitting_ops=(),
+        graph_mode="FULL_DECODE_ONLY",
+    )  # fmt: skip
+    made = pg.prepare(torch.nn.Linear(4, 4), config)
     made.capture()
     yield made
     made.close()
+
+
+@pytest.fixture
+def log(prepared):
+    """The log of the last nine steps, for a test that looks at it."""
+    prepared.parts.log.keep(9)
+    yield prepared.parts.log
+    prepared.parts.log.keep(0)
 
 
 def decode(size):
@@ -32,63 +41,57 @@ def run(prepared, batch, **more):
     return prepared.run(prepared.dispatch(batch), torch.ones(batch.num_tokens, 4), **more)
 
 
-def test_the_log_says_how_steps_ran_and_why(prepared):
-    prepared.parts.log.keep(3)
+def test_the_log_says_how_steps_ran_and_why(prepared, log):
+    log.keep(3)
     for batch in (decode(1), decode(1), decode(3), pg.Batch(3, 1), decode(6)):
         run(prepared, batch)
     rows = [
         (each.mode, each.descriptor.num_tokens, each.num_tokens, each.padding, each.reason)
-        for each in prepared.parts.log.last_steps()
+        for each in log.last_steps()
     ]
     assert rows == [
         ("FULL", 4, 3, 1, "padded"),
         ("NONE", 3, 3, 0, "no graph for this kind of batch"),
         ("NONE", 6, 6, 0, "above largest size"),
     ]
-    steps = prepared.parts.log.last_steps()
+    steps = log.last_steps()
     assert all(each.microseconds > 0 and each.error is None for each in steps)
-    assert sum(map(sum, prepared.parts.log.step_log.counts.values())) == 5
+    assert sum(map(sum, log.step_log.counts.values())) == 5
     assert pickle.loads(pickle.dumps(steps)) == steps
-    prepared.parts.log.keep(0)
-    assert prepared.parts.log.last_steps() == []
+    log.keep(0)
+    assert log.last_steps() == []
 
 
-def test_the_runner_up_is_the_graph_that_came_closest(prepared):
-    prepared.parts.log.keep(9)
+def test_the_runner_up_is_the_graph_that_came_closest(prepared, log):
     for batch in (decode(1), decode(3), pg.Batch(3, 1), decode(6)):
         run(prepared, batch)
-    assert [each.runner_up for each in prepared.parts.log.last_steps()] == [
+    assert [each.runner_up for each in log.last_steps()] == [
         "FULL 4: less preferred",
         None,
         "FULL 2: no graph for this kind of batch",
         "FULL 4: above largest size",
     ]
-    prepared.parts.log.keep(0)
 
 
-def test_a_step_that_raises_is_logged_and_observers_stay(prepared):
-    prepared.parts.log.keep(9)
+def test_a_step_that_raises_is_logged_and_observers_stay(prepared, log):
     with pytest.raises(SizeOutOfRange):
         prepared.run(prepared.dispatch(decode(2)), torch.ones(9, 4))
     run(prepared, decode(2))
-    assert [each.error for each in prepared.parts.log.last_steps()] == ["SizeOutOfRange", None]
-    prepared.parts.log.keep(0)
+    assert [each.error for each in log.last_steps()] == ["SizeOutOfRange", None]
 
 
-def test_an_observer_that_raises_leaves_the_others(prepared):
+def test_an_observer_that_raises_leaves_the_others(prepared, log):
     class Broken(pg.StepObserver):
         def began(self, *step):
             raise ValueError
 
     broken = Broken()
-    prepared.parts.log.keep(9)
-    prepared.parts.log.observe(broken)
+    log.observe(broken)
     with pytest.raises(ValueError):  # noqa: PT011
         run(prepared, decode(2))
-    prepared.parts.log.unobserve(broken)
+    log.unobserve(broken)
     run(prepared, decode(2))
-    assert prepared.parts.log.last_steps()[-1].error is None
-    prepared.parts.log.keep(0)
+    assert log.last_steps()[-1].error is None
 
 
 def test_recorded_steps_give_the_same_results_again(prepared, tmp_path):
@@ -122,17 +125,15 @@ def test_steps_that_were_dispatched_ahead_are_recorded_each_with_its_batch(prepa
     assert prepared.dispatch(batches[0]) is prepared.dispatch(batches[0])
 
 
-def test_the_runner_up_of_a_step_that_was_dispatched_ahead_is_its_own(prepared):
-    prepared.parts.log.keep(9)
+def test_the_runner_up_of_a_step_that_was_dispatched_ahead_is_its_own(prepared, log):
     decisions = {size: prepared.dispatch(decode(size)) for size in (1, 6, 3)}
     for size, decision in decisions.items():
         prepared.run(decision, torch.ones(size, 4))
-    assert [each.runner_up for each in prepared.parts.log.last_steps()] == [
+    assert [each.runner_up for each in log.last_steps()] == [
         "FULL 4: less preferred",
         "FULL 4: above largest size",
         None,
     ]
-    prepared.parts.log.keep(0)
 
 
 def test_a_recorder_stops_at_its_limit(prepared, tmp_path):
@@ -206,7 +207,7 @@ def test_a_step_inside_a_step_is_not_told(prepared):
 
 
 def test_ranges_of_a_closed_model_are_refused(small_config):
-    config = small_config(splitting_ops=()).changed(inputs={"input": "float32[num_tokens, 4]"})
+    config = small_config(splitting_ops=(), inputs={"input": "float32[num_tokens, 4]"})
     closed = pg.prepare(torch.nn.Linear(4, 4), config)
     closed.close()
     with pytest.raises(ModelClosed):

@@ -13,8 +13,7 @@ from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import library_config, require_kernels
 from tests.processes import output_of
 
-sys.path.append(str(Path(__file__).parent))
-from kernel_table import FORMS, attention_variants, table, variants
+from .kernel_table import FORMS, attention_variants, table, variants
 
 CASES = Path(__file__).with_name("kernel_cases.py")
 
@@ -71,6 +70,3 @@ def test_where_the_kernel_is_used():
 def test_without_the_interpreter_a_cpu_refuses():
     with pytest.raises(InvalidSetting, match="TRITON_INTERPRET=1"):
         require_kernels(torch.device("cpu"))
-    for other in ({"buckets": "linear"}, {"hf": "LlamaConfig,vocab_size=9"}):
-        with pytest.raises(InvalidSetting, match="--attention"):
-            read_run_options(attention="triton", **other)

@@ -8,6 +8,8 @@ from piecegraph.tools.engine import serving_log as clock
 from piecegraph.tools.serve import verify
 from piecegraph.tools.serve.verify import Verifier
 
+LENGTHS = ((13, 5), (4, 6), (2, 9))
+
 
 @pytest.fixture
 def serve(make_world, make_requests):
@@ -22,18 +24,10 @@ def serve(make_world, make_requests):
             return fault(next(steps), output, world)
 
         world.prepared.run = faulty
-        verifier = Verifier(
-            world.prepared,
-            world.model,
-            world.layers,
-            clock=world.clock,
-            every=every,
-        )
+        given = world.prepared, world.model, world.layers
+        verifier = Verifier(*given, clock=world.clock, every=every)
         world.engine.run = verifier.run
-        requests = make_requests((13, 5), (4, 6), (2, 9))
-        for _ in world.engine.serve(requests):
-            pass
-        return verifier.result, world, requests
+        return verifier.result, world, world.serve(make_requests(*LENGTHS))
 
     return serve
 
@@ -47,10 +41,7 @@ def test_right_steps_are_verified(serve):
 
 def test_verifying_changes_nothing(serve, make_world, make_requests):
     _, _, verified = serve()
-    world, requests = make_world(), make_requests((13, 5), (4, 6), (2, 9))
-    for _ in world.engine.serve(requests):
-        pass
-    assert [r.tokens for r in verified] == [r.tokens for r in requests]
+    assert verified == make_world().serve(make_requests(*LENGTHS))
 
 
 def test_a_sample_has_the_first_step_of_each_mode_and_size(serve):
