@@ -15,6 +15,7 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 from piecegraph import (
     Batch,
     GraphMode,
+    ReplayBackend,
     RuntimeMode,
     get_forward_context,
     prepare,
@@ -713,7 +714,9 @@ def test_rounding_is_no_fault_in_5000_steps(dtype):
     model = Residual().to(getattr(torch, dtype)).requires_grad_(False)
     inputs = {"x": f"{dtype}[num_tokens, 32]", "slots": "int64[num_tokens]"}
     settings = {"steps": {"padding": {"slots": 255}}, "shadow": EACH, "compiler": "inductor"}
-    prepared = captured(model, 64, inputs=inputs, capture_sizes=(8, 64), **settings)
+    prepared = captured(
+        model, 64, ReplayBackend(), inputs=inputs, capture_sizes=(8, 64), **settings
+    )
     for step in range(5000):
         size = step % 64 + 1
         batch = Batch(size, size, is_decode=True, query_len=1)
