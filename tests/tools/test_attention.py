@@ -110,11 +110,6 @@ def test_failure_29_padding_writes_to_the_dump_block_only(decode):
     assert set(changed.nonzero().flatten().tolist()) - set(range(BLOCK)) == own
 
 
-def test_decode_and_prefill_agree_on_a_single_token():
-    shapes = [(9, 1), (0, 1)]
-    torch.testing.assert_close(Batch(shapes, decode=True).run(), Batch(shapes, decode=False).run())
-
-
 def test_a_decode_rows_result_does_not_depend_on_the_others():
     alone = Batch([(9, 1)], decode=True)
     among = Batch([(9, 1), (30, 1), (2, 1)], decode=True)

@@ -82,12 +82,6 @@ def test_no_stage_is_not_called_right(case):
         bisect(case(compile=False, graph_mode="NONE"))
 
 
-def test_a_model_that_is_not_compiled_is_right_in_graphs(case):
-    said = []
-    assert bisect(case(compile=False, graph_mode="FULL"), say=said.append) is None
-    assert said == ["PIECEWISE: right", "FULL: right"]
-
-
 def test_another_number_of_tensors_is_wrong():
     one = torch.ones(2)
     assert first_wrong([one, one], [one, one]) is None

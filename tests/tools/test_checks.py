@@ -78,21 +78,14 @@ def scaling(small_config):
     return BisectCase(models.Scaling(), config, [step], {}, capture)
 
 
-def test_a_host_value_that_a_graph_froze_is_missing_from_its_key(scaling):
-    found, changed = check_keys(scaling)
+@pytest.mark.parametrize("settings", [{}, {"compile": False, "graph_mode": "FULL"}], ids=str)
+def test_a_host_value_that_a_graph_froze_is_missing_from_its_key(scaling, settings):
+    config = scaling.config.changed(**settings)
+    found, changed = check_keys(dataclasses.replace(scaling, config=config))
     assert set(changed) == {"metadata.weights", "metadata.scale"}
     (row,) = found
     assert (row.mode, row.num_tokens, row.fact) == ("FULL", 4, "metadata.scale")
     assert row.line().startswith("FULL 4 depends on metadata.scale: ")
-
-
-def test_keys_of_a_model_without_a_trace(scaling):
-    config = scaling.config.changed(compile=False, graph_mode="FULL")
-    found, changed = check_keys(dataclasses.replace(scaling, config=config))
-    assert set(changed) == {"metadata.weights", "metadata.scale"}
-    assert [(row.mode, row.num_tokens, row.fact) for row in found] == [
-        ("FULL", 4, "metadata.scale")
-    ]
 
 
 def test_only_the_fields_asked_for_are_changed(scaling):

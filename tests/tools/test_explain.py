@@ -321,7 +321,8 @@ parent.postMessage([innerWidth, document.documentElement.scrollWidth, ...names].
 @needs_chromium
 def test_the_page_fits_a_phone(written, tmp_path):
     """In a frame of 400 px: the window of a browser is not that narrow."""
-    page = re.sub("<meta http-equiv=.Content-Security-Policy[^>]*>", "", page_of(written))
+    page = (written / "page.html").read_text()
+    page = re.sub("<meta http-equiv=.Content-Security-Policy[^>]*>", "", page)
     inner = escape(page.replace("</body>", WIDER))
     outer = tmp_path / "outer.html"
     outer.write_text(
@@ -331,10 +332,6 @@ def test_the_page_fits_a_phone(written, tmp_path):
     shown = chromium(outer, tmp_path, "--virtual-time-budget=5000", "--dump-dom")
     assert "<title>400,400,Picture of the split graph</title>" in shown
     assert "FULL_<wbr>AND_<wbr>PIECEWISE</b>" in page
-
-
-def page_of(written):
-    return (written / "page.html").read_text()
 
 
 def chain(length):

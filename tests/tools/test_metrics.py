@@ -7,7 +7,10 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
+import piecegraph
 from piecegraph import Batch, prepare
 from piecegraph.runtime.core.records import Stale, Verified
 from piecegraph.tools.integrations.prometheus import (
@@ -54,12 +57,16 @@ def own(config):
         yield prepared
 
 
-def samples(prepared):
+def samples_of(families):
     return {
         (sample.name, *sample.labels.values()): sample.value
-        for metric in read_metrics(prepared)
-        for sample in metric.samples
+        for family in families
+        for sample in family.samples
     }
+
+
+def samples(prepared):
+    return samples_of(read_metrics(prepared))
 
 
 def test_steps_rows_and_padding_are_counted(prepared):
@@ -73,17 +80,10 @@ def test_steps_rows_and_padding_are_counted(prepared):
 
 
 def test_gauges_of_a_process_that_another_one_serves(own):
-    from prometheus_client import CollectorRegistry
-
     registry = CollectorRegistry()
     metrics = MultiprocessMetrics(own, registry)
     metrics.update()
-    gauges = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in registry.collect()
-        for sample in family.samples
-    }
-    assert gauges == samples(own)
+    assert samples_of(registry.collect()) == samples(own)
     rows = "piecegraph_rows_total", {"mode": "NONE"}
     own(torch.ones(12, 4), batch=Batch(12, 12))
     metrics.update()  # too early
@@ -94,8 +94,6 @@ def test_gauges_of_a_process_that_another_one_serves(own):
 
 
 def test_durations_of_steps_are_a_histogram_while_steps_are_kept(own):
-    from prometheus_client import CollectorRegistry
-
     assert not [name for name in samples(own) if name[0].startswith("piecegraph_step_seconds")]
     own.parts.log.keep(2)
     for _ in range(5):
@@ -149,8 +147,6 @@ def test_startup_is_what_the_report_says_without_captures_under_traffic(own):
 
 
 def test_the_text_is_what_prometheus_reads(prepared):
-    from prometheus_client.parser import text_string_to_metric_families
-
     def by_labels(families):
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -163,8 +159,6 @@ def test_the_text_is_what_prometheus_reads(prepared):
 
 
 def test_a_registry_collects_the_same_with_labels_of_its_own(prepared):
-    from prometheus_client import CollectorRegistry
-
     registry = CollectorRegistry()
     registry.register(MetricsCollector(prepared, {"rank": "3"}))
     labels = {"rank": "3", "mode": "FULL", "reason": "padded"}
@@ -191,8 +185,6 @@ def test_counts_and_bytes_are_apart_and_a_miss_counts_once(own):
 
 
 def test_the_version_and_the_mode_are_an_info_metric(prepared):
-    import piecegraph
-
     labels = (piecegraph.__version__, version("torch"), "FULL", "eager", "eager")
     assert samples(prepared)[("piecegraph_info", *labels)] == 1
 
@@ -206,8 +198,6 @@ def test_a_bundle_is_verified_or_stale_or_neither_is_known(own):
 
 
 def test_one_collector_serves_several_models(prepared, own):
-    from prometheus_client import CollectorRegistry, generate_latest
-
     registry = CollectorRegistry()
     registry.register(MetricsCollector({"draft": prepared, "target": own}))
     assert registry.get_sample_value("piecegraph_recordings", {"model": "draft"}) == 2

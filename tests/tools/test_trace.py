@@ -88,7 +88,8 @@ def artifacts(pages):
 
 
 def traced_run(arguments, folder):
-    """Artifacts of the main job in a process of its own."""
+    """Artifacts of the main job in a process of its own; both are kept in a new folder."""
+    folder.mkdir()
     command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
     subprocess.run(command, env={**os.environ, "TORCH_TRACE": str(folder / "trace")}, check=True)
     return artifacts(pages_of(folder / "trace", folder / "pages"))
@@ -138,9 +139,9 @@ def test_tlparse_finds_an_artifact_of_every_stage(traced):
 @pytest.mark.heavy
 def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
     arguments = f"{SMALL} --cache-dir {tmp_path / 'cache'}"
-    cold = traced_run(arguments, _made(tmp_path / "cold"))
+    cold = traced_run(arguments, tmp_path / "cold")
     assert set(cold) >= ALWAYS | COLD
-    warm = traced_run(arguments, _made(tmp_path / "warm"))
+    warm = traced_run(arguments, tmp_path / "warm")
     assert set(warm) >= ALWAYS | CACHED
     assert not COLD & set(warm)
     for name in ("piecegraph_piece_0", "piecegraph_stitched", "piecegraph_split_graph"):
@@ -148,7 +149,7 @@ def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
     for start in ("cold", "warm"):  # in both Inductor's code is below its piece
         code = (tmp_path / start).glob("pages/*/inductor_output_code*")
         assert {page.parent.name for page in code} == {f"-_1001_{n}_0" for n in range(3)}
-    changed = traced_run(f"{arguments} --max-num-tokens 64", _made(tmp_path / "changed"))
+    changed = traced_run(f"{arguments} --max-num-tokens 64", tmp_path / "changed")
     tables = map(json.loads, changed["piecegraph_cache_lookup"])  # pieces are looked up together
     (lookup,) = (table for table in tables if isinstance(table, dict))
     assert lookup["differs"] == ["config.max_num_tokens: 128 -> 64"]
@@ -174,8 +175,3 @@ def test_any_program_is_traced_and_each_piece_has_a_compile_id(traced):
     index = (pages / "index.html").read_text()
     assert "in piece 0, tokens 1 to 64" in index
     assert "in Model" in index
-
-
-def _made(folder):
-    folder.mkdir()
-    return folder

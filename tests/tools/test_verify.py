@@ -67,20 +67,14 @@ def test_a_wrong_row_is_named_with_step_mode_and_descriptor(serve):
 
 
 def test_nan_is_a_mismatch(serve):
-    def fault(step, output, world):
-        return output * torch.nan if step == 2 else output
-
-    result, _, _ = serve(fault)
+    result, _, _ = serve(lambda step, output, _: output * torch.nan if step == 2 else output)
     assert not result.ok
     assert result.mismatch.step == 2
     assert result.max_abs_diff < 1e-4
 
 
 def test_a_missing_row_is_a_mismatch(serve):
-    def fault(step, output, world):
-        return torch.cat((output, output[-1:])) if step == 1 else output
-
-    result, _, _ = serve(fault)
+    result, _, _ = serve(lambda step, output, _: torch.cat((output, output[-1:])))
     assert result.mismatch.what.startswith("shape")
 
 
