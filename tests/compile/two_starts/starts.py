@@ -34,7 +34,7 @@ def equal(got, wanted):
     )
 
 
-def start(change, number, folder, options):
+def start(change, number, folder):
     """What a start of a change does: whether it hit, and whether its results are right."""
     files = change.files(number)
     moved = "moved" in files and number == 2
@@ -54,7 +54,7 @@ def start(change, number, folder, options):
     config = pg.Config(
         inputs={"x": "float32[num_tokens, 8]"},
         max_num_tokens=16,
-        compiler=files.get("compiler", options.compiler).strip(),
+        compiler=files.get("compiler", "text").strip(),
         cache_dir=folder / "cache",
         cache={"verify_bundle": "background" if number == 2 else "off"},
     )
@@ -81,7 +81,7 @@ def start(change, number, folder, options):
     return answer
 
 
-def in_a_child(change, number, folder, options):
+def in_a_child(change, number, folder):
     folder.mkdir(parents=True, exist_ok=True)
     if pid := os.fork():
         os.waitpid(pid, 0)
@@ -91,7 +91,7 @@ def in_a_child(change, number, folder, options):
         output = os.open(folder / f"output-{number}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        answer = start(change, number, folder, options)
+        answer = start(change, number, folder)
     except BaseException as error:
         traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"[:600]}
@@ -105,21 +105,19 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("number", type=int, choices=(1, 2))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--compiler", default="text")
     parser.add_argument("--blind", action="store_true", help="no condition refuses a bundle")
-    parser.add_argument("--only", nargs="*", default=())
+    parser.add_argument("names", nargs="+")
     options = parser.parse_args()
     sys.dont_write_bytecode = True  # a file that is written twice in one second
     torch.set_num_threads(1)
     import_dynamo()
     import_inductor()
-    if options.compiler == "text":
-        compilers.entry_points = lambda group: [EntryPoint()]
+    compilers.entry_points = lambda group: [EntryPoint()]
     if options.blind:
         bundles.broken_conditions = lambda *_: []
     for change in CHANGES:
-        if not options.only or change.name in options.only:
-            in_a_child(change, options.number, options.folder / change.name, options)
+        if change.name in options.names:
+            in_a_child(change, options.number, options.folder / change.name)
 
 
 if __name__ == "__main__":
