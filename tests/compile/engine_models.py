@@ -1,133 +1,32 @@
-"""Models as engines write them: layers, heads, stages, modalities.
+"""Models as engines write them: layers, stages, modalities, ranks, and what no graph can be.
 
-`@model(…)` names the inputs, by default `x` (num_tokens, 8) alone. `splits` are the ops of the test
-library at which its graph is split.
+What torch alone decides, such as the forms of norms and rotary embeddings, is in test_hf.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from . import ops as _registers  # noqa: F401
-from .ops import define
+from piecegraph import errors
 
-ops = torch.ops.piecegraph_test
-ATTENTION = "piecegraph_test::mix"
-X = {"x": "float32[num_tokens, 8]"}
+from .engine_parts import ATTENTION, POSITIONS, model, norm, ops
 
-
-def _lora(x, rows, weights):
-    return torch.stack([weights[int(i)] @ row for i, row in zip(rows, x, strict=True)])
+# layers
 
 
-def norm(x, weight):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
-
-
-define(
-    "lora(Tensor x, Tensor rows, Tensor[] weights) -> Tensor",
-    _lora,
-    lambda x, rows, weights: torch.empty_like(x),
-)
-
-
-class Int4Weight(Tensor):
-    """A weight of two tensors, as quantization libraries wrap them."""
-
-    @staticmethod
-    def __new__(cls, packed, scale):
-        shape = (packed.shape[0], packed.shape[1] * 2)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype)
-
-    def __init__(self, packed, scale):
-        self.packed, self.scale = packed, scale
-
-    def __tensor_flatten__(self):
-        return ["packed", "scale"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, size, stride):
-        return Int4Weight(inner["packed"], inner["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return Int4Weight(args[0].packed, args[0].scale)
-        plain = [unpack(x.packed, x.scale) if isinstance(x, Int4Weight) else x for x in args]
-        return func(*plain, **(kwargs or {}))
-
-
-def unpack(packed, scale):
-    low, high = (packed & 15) - 8, (packed >> 4) - 8
-    return torch.stack([low, high], -1).flatten(1).to(scale.dtype) * scale
-
-
-class Engine(nn.Module):
-    """Weights from which the forwards take what they need."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(64, 8)
-        self.qkv, self.o = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
-        self.norm1, self.norm2 = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
-        self.latent, self.expand = nn.Linear(8, 6), nn.Linear(4, 16)
-        self.fuse = nn.Linear(16, 8)
-        self.head = nn.Linear(8, 64, bias=False)
-        self.head.weight = self.embed.weight
-        self.gate = nn.Linear(8, 4)
-        self.experts = nn.Parameter(torch.randn(4, 8, 8) / 3)
-        self.adapters = nn.Parameter(torch.randn(3, 8, 8) / 3)
-        self.patch = nn.Conv2d(3, 8, 4, stride=4)
-        angles = torch.arange(64)[:, None] * 100.0 ** -torch.arange(0, 1, 0.25)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("cache", torch.zeros(80, 8), persistent=False)
-        self.register_buffer("scales", torch.rand(8, 1) / 100)
-        self.register_buffer("int4", torch.randint(0, 255, (8, 4), dtype=torch.uint8).int())
-        self.requires_grad_(False)
-        self.wrapped = nn.Parameter(Int4Weight(self.int4, self.scales), requires_grad=False)
-
-    def attend(self, q, k, v, name="layers.0"):
-        out = torch.empty_like(v)
-        ops.mix(q * k + v, out, name)
-        return out
-
-    def layer(self, x, name="layers.0"):
-        q, k, v = self.qkv(norm(x, self.norm1)).chunk(3, -1)
-        x = x + self.o(self.attend(q, k, v, name))
-        return x + self.mlp(norm(x, self.norm2))
-
-    def mlp(self, x):
-        gate, up = self.up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-@dataclass
-class Model:
-    forward: Callable[..., Any]
-    inputs: dict[str, str]
-    splits: tuple[str, ...]
-    padding: dict[str, int]
-
-    def build(self):
-        return type(self.forward.__name__, (Engine,), {"forward": self.forward})().eval()
-
-
-MODELS = {}
-
-
-def model(inputs=X, *, splits=(ATTENTION,), padding=None):
-    def add(forward):
-        MODELS[forward.__name__] = Model(forward, inputs, splits, padding or {})
-
-    return add
+@model()
+def fused_norm_in_place(self, x):
+    y, residual = self.o(x), x.clone()
+    ops.add_rms_norm(y, residual, self.norm1)
+    y = self.attend(y, y, y)
+    ops.add_rms_norm(y, residual, self.norm2)
+    return y + residual
 
 
 @model()
@@ -146,9 +45,14 @@ def mla_with_slice_assignment(self, x):
     return self.o(self.attend(x, k, v.contiguous()))
 
 
-@model({**X, "rows": "int64[num_tokens]"}, splits=(ATTENTION, "piecegraph_test::lora"))
+@model(rows="int64[num_tokens]", splits=(ATTENTION, "piecegraph_test::lora"))
 def lora_op_with_a_list(self, x, rows):
     return self.layer(x + ops.lora(x, rows, list(self.adapters.unbind())))
+
+
+@model(splits=(ATTENTION, "piecegraph_test::experts"))
+def experts_as_splitting_op(self, x):
+    return self.layer(ops.experts(x, self.gate(x).topk(2).indices, self.experts, "moe"))
 
 
 @model()
@@ -159,33 +63,91 @@ def experts_sorted(self, x):
     return self.layer(torch.empty_like(x).index_copy(0, order, made))
 
 
+@model(refused=errors.TraceFailed, splits=())
+def experts_in_a_loop(self, x):
+    out = torch.zeros_like(x)
+    chosen = self.gate(x).argmax(-1)
+    for i in range(4):
+        rows = (chosen == i).nonzero().flatten()
+        if len(rows):  # here
+            out[rows] = x[rows] @ self.experts[i]
+    return out
+
+
 @model()
 def int4_weights_as_a_subclass(self, x):
     return self.layer(F.linear(x, self.wrapped))
 
 
-@model({**X, "slots": "int64[num_tokens]"}, padding={"slots": 79})
+@model()
+def fp8_weights(self, x):
+    return self.layer(F.linear(x, self.fp8.to(x.dtype) * self.scales))
+
+
+@model(slots="int64[num_tokens]", settings={"steps": {"padding": {"slots": 79}}})
 def cache_written_in_a_piece(self, x, slots):
     self.cache.index_copy_(0, slots, x)
     return self.layer(self.cache[slots])
 
 
-@model({**X, "rows": "int64[num_reqs]"})
+# embeddings, heads, stages
+
+
+@model(alone=True, input_ids="int64[num_tokens]", **POSITIONS)
+def tied_embeddings(self, input_ids, positions):
+    return self.head(self.layer(self.embed(input_ids) * self.cos[positions].repeat(1, 2)))
+
+
+@model(rows="int64[num_reqs]")
 def rows_that_are_sampled(self, x, rows):
     return self.head(self.layer(x)[rows])
 
 
-@model({f"stage.{name}": "float32[num_tokens, 8]" for name in ("hidden", "residual")})
+@model(**{"stage.hidden": "float32[num_tokens, 8]"}, **{"stage.residual": "float32[num_tokens, 8]"},
+       alone=True)  # fmt: skip
 def pipeline_stage(self, stage):
     y = self.layer(stage["hidden"] + stage["residual"])
     return {"hidden": norm(y, self.norm2), "residual": y}
 
 
-@model({"images": "float32[num_tokens, 3, 8, 8]"}, splits=())
+class States(NamedTuple):
+    hidden: Tensor
+    residual: Tensor
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    states: States | None = None
+
+
+@model()
+def dataclass_of_a_named_tuple(self, x):
+    y = self.layer(x)
+    return Output(y, States(x * 2, y + 1))
+
+
+@model(splits=())
+def multi_token_heads(self, x):
+    return tuple(self.head(self.fuse(torch.cat([x, x * i], -1))) for i in range(3))
+
+
+# several modalities
+
+
+@model(images="float32[num_tokens, 3, 8, 8]", alone=True, splits=())
 def vision_tower(self, images):
     patches = self.patch(images).flatten(2).transpose(1, 2)
     weights = (patches @ patches.transpose(1, 2)).softmax(-1)
     return self.mlp(weights @ patches)
+
+
+@model(image="float32[num_image_tokens, 8]", places="int64[num_image_tokens]")
+def image_rows_in_text(self, x, image, places):
+    return self.layer(x.index_copy(0, places, self.o(image)))
+
+
+# states of recurrences
 
 
 @model(splits=(ATTENTION, "piecegraph_test::scan"))
@@ -193,11 +155,60 @@ def hybrid_of_two_ops(self, x):
     return self.layer(x + ops.scan(self.o(x), self.norm1.sigmoid(), "mixers.0"))
 
 
-@model({"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"})
-def tied_embeddings(self, input_ids, positions):
-    return self.head(self.layer(self.embed(input_ids) * self.cos[positions].repeat(1, 2)))
+@model()
+def one_layer_four_times(self, x):
+    for _ in range(4):
+        x = self.layer(x)
+    return x
 
 
-@model(splits=())
-def multi_token_heads(self, x):
-    return tuple(self.head(self.fuse(torch.cat([x, x * i], -1))) for i in range(3))
+# parallel ranks
+
+
+@model(splits=(ATTENTION, "piecegraph_test::all_reduce"))
+def tensor_parallel(self, x):
+    q, k, v = self.qkv(x).chunk(3, -1)
+    x = x + ops.all_reduce(self.o(self.attend(q, k, v)))
+    return x + ops.all_reduce(self.mlp(x))
+
+
+# what surrounds a forward
+
+
+@model()
+def autocast_around_layers(self, x):
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        return self.layer(x)
+
+
+@model()
+def tensor_in_a_dict(self, x):
+    return self.layer(x) + self.states["bias"]
+
+
+@model()
+def branch_on_settings(self, x):
+    return self.layer(x) if self.multiplier and os.environ.get("HOME", "") else x
+
+
+@model(settings={"tracing": {"dynamic_shapes": "unbacked"}})
+def unbacked_sizes(self, x):
+    return self.layer(x) * x.shape[0]
+
+
+# what no graph of tokens can be
+
+
+@model(refused=errors.HostRead, splits=())
+def value_on_the_host(self, x):
+    return x * x[0, 0].item()  # here
+
+
+@model(refused=errors.GuardUnproved, splits=())
+def branch_on_the_number_of_tokens(self, x):
+    return x * 2 if x.shape[0] % 8 == 0 else x  # here
+
+
+@model(refused=errors.GuardUnproved, splits=())
+def pairs_of_tokens(self, x):
+    return x.view(-1, 2, 8).sum(1)  # here

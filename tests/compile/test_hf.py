@@ -205,6 +205,18 @@ ENCODERS = {
         (3, 16, 16),
         5,
     ),
+    "siglip": (
+        lambda: transformers.SiglipVisionModel(
+            transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
+        ),
+        (3, 16, 16),
+        4,
+    ),
+    "clip": (
+        lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
+        (3, 16, 16),
+        5,
+    ),
     "whisper": (
         lambda: transformers.WhisperModel(
             transformers.WhisperConfig(
@@ -220,7 +232,8 @@ ENCODERS = {
 """An encoder, the form of an image or a sound, and its number of tokens."""
 
 
-@pytest.mark.parametrize("name", ["vit", pytest.param("whisper", marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(n, marks=pytest.mark.heavy)
+                                           for n in ("siglip", "clip", "whisper"))])  # fmt: skip
 def test_encoder_has_graphs_by_number_of_images(name):
     """A budget of images in a batch, and of tokens in an image: each image is a request.
 

@@ -68,6 +68,13 @@ def wrong_shapes(m, x):
     return m.linear(x[:, :4])  # here
 
 
+def loop_over_tokens(m, x):
+    total = x[0]
+    for row in x:  # here
+        total = total + row
+    return total
+
+
 def size_as_key(m, x):
     return x * {17: 1.0}[x.shape[0]]  # here
 
@@ -80,6 +87,7 @@ FAULTS = [
     (item_as_branch, "depends on a tensor's value. Could not guard on data-dependent"),
     (raises, "not this model"),
     (wrong_shapes, "same reduction dim"),
+    (loop_over_tokens, "specializes on that size"),
     (size_as_key, "specializes on that size"),
 ]
 

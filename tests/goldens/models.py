@@ -14,7 +14,8 @@ from piecegraph.tools.engine.attention import SPLITTING_OP
 from piecegraph.tools.engine.decoder_config import DecoderConfig
 from piecegraph.tools.engine.model import Decoder
 
-from ..compile.engine_models import MODELS
+from ..compile import engine_models  # noqa: F401  they add to MODELS
+from ..compile.engine_parts import MODELS
 from ..compile.models import MIX, Stack, X
 
 TOKENS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
