@@ -11,14 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any
-
-from torch.fx import GraphModule
 
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
-from ..guards.numerics_check import static_inputs
 from ..ir.compilation import Building, Built
 from ..ir.locations import node_location
+from ..pieces.piece import inputs_with_numbers
 from .schedule import Job
 from .trace_jobs import CompiledJob, TraceJobs, compiler_options
 
@@ -79,7 +76,8 @@ class _Generated:
             ):
                 events.emit("compile.start", compiler=self.trace.compiler.name, **job.facts())
                 options = compiler_options(split, job, request.device, events)
-                self._building = self.trace.compiler.compile(graph, _inputs(job, graph), options)
+                inputs = inputs_with_numbers(graph, job.numbers)
+                self._building = self.trace.compiler.compile(graph, inputs, options)
             self.seconds = span.seconds
             # now: the next piece adds its guards to the same environment
             self.proved = self.trace.prove(job, lambda: self._built[0])
@@ -103,10 +101,3 @@ class _Generated:
     def _unit(self) -> tuple[int, str]:
         low, high = self.job.span
         return self.job.unique.index, f"piece {self.job.unique.index}, tokens {low} to {high}"
-
-
-def _inputs(job: Job, graph: GraphModule) -> list[Any]:
-    """Symbolic fake inputs for a range, static ones for one size."""
-    if job.size is None:
-        return job.unique.piece.example_values()
-    return static_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))

@@ -213,7 +213,7 @@ def as_task(split: SplitModel, job: Job, machine: Machine, limits: Ranges | None
             graph=dump_piece(graph, plain_options(split, job, machine.device)),
             machine=machine,
             passes=tuple(each.name for each in job.passes),
-            size=job.size,
+            numbers=tuple(job.numbers),
             limits=limits,
         )
     )

@@ -40,13 +40,12 @@ from ...torch_compat.basics.symbolic import (
 from ...torch_compat.compiling.piece_data import inputs_mode, load_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import machine_key
-from ..guards.numerics_check import static_inputs
 from ..guards.prover import Ranges
 from ..ir.compilation import LIBRARY, Blobs, Compiler
 from ..ir.config import CodeConfig, DynamicShapes
 from ..ir.locations import first_line
 from ..passes.graph_pass import SHIPPED, inductor_passes
-from ..pieces.piece import example_values, symbols_of
+from ..pieces.piece import example_values, inputs_with_numbers, symbols_of
 from .aoti import build_library
 from .registry import compiler_named
 
@@ -68,13 +67,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Task:
-    """One unique piece to compile, for one `size` if there is one."""
+    """One unique piece to compile."""
 
     piece: int
     graph: bytes
     machine: Machine
     passes: tuple[str, ...]
-    size: int | None = None
+    numbers: tuple[int | None, ...] = ()
+    """Of its symbols, by first appearance; None for one that is any size."""
     limits: Ranges | None = None
     """Set where an ahead-of-time library for these ranges is built."""
 
@@ -213,8 +213,7 @@ def _compile(
     with reasoning_about_sizes(machine.code.dynamic_shapes.value):
         with inputs_mode(graph.graph):
             _Values(graph).run(*inputs)
-        if task.size is not None:
-            inputs = static_inputs(graph, dict.fromkeys(symbols, task.size))
+        inputs = inputs_with_numbers(graph, task.numbers)
         _, blobs = compiler.compile(graph, inputs, options)()
     if not blobs:
         return Refused("the compiler cannot serialize it")

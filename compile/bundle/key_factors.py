@@ -113,13 +113,21 @@ def machine_key(config: CodeConfig, device: torch.device) -> Key:
 
 
 def codegen_key(
-    machine: Key, piece_digest: str, passes: Sequence[GraphPass], size: int | None
+    machine: Key,
+    piece_digest: str,
+    passes: Sequence[GraphPass],
+    size: int | None,
+    numbers: Sequence[int | None] = (),
 ) -> Key:
-    """Key of the artifact of one unique piece under `passes`, static if for one `size`.
+    """Key of the artifact of one unique piece under `passes`, static if for one `size`. `numbers`
+    are those of symbols that are served at one number.
 
     Raises Undescribable.
     """
-    return machine.extended({"piece": piece_digest, "size": size, "passes": pass_factors(passes)})
+    factors = {"piece": piece_digest, "size": size, "passes": pass_factors(passes)}
+    if any(number is not None for number in numbers):
+        factors["numbers"] = [*numbers]
+    return machine.extended(factors)
 
 
 def facts(config: CompileConfig | CodeConfig) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Node
 from ...torch_compat.basics.distributed import without_other_ranks
 from ...torch_compat.basics.ops import OpOverload
 from ...torch_compat.basics.tensors import FakeTensorMode, LightDispatchMode, tree_map_only
-from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.compilation import PieceFn
 from ..ir.ops import FilledMemory, clones, resolve_op, tensors_in, where_written, written_by
 from ..pieces.piece import HANDLE
@@ -97,19 +96,6 @@ def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
     A handle of the model has its own value: an op would follow an address of zero.
     """
     return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
-
-
-def static_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
-    """The same as fake tensors with no symbolic size.
-
-    Of real tensors torch would make every size a symbol, that of a weight too.
-    """
-    mode = inputs_mode(graph.graph)
-    values = concrete_inputs(graph, sizes)
-    return [
-        mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
-        for value in values
-    ]
 
 
 def _generated(node: Node, sizes: Sizes) -> Any:

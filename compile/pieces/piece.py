@@ -7,7 +7,7 @@ piece returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from ...torch_compat.basics.symbolic import expression_of, fx_nodes_of
+from ...torch_compat.basics.symbolic import expression_of, fx_nodes_of, with_numbers
+from ...torch_compat.compiling.piece_data import inputs_mode
 from ..ir.ops import ALLOCATIONS
 from ..trace.symbols import follows_calls
 from .split import Section
@@ -79,6 +80,31 @@ def symbols_of(values: Iterable[Any]) -> list[sympy.Symbol]:
                 expression = expression_of(size)
                 symbols.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
     return list(symbols)
+
+
+def inputs_with_numbers(graph: GraphModule, numbers: Sequence[int | None]) -> list[Any]:
+    """The example values of a piece's inputs, with numbers for the symbols that have one.
+
+    A symbol that is served at 1 alone must be that number. Else it is 1 to some of Inductor's
+    decisions and any size to others: it broadcasts a row, and reads one for each of its results.
+    """
+    values = example_values(graph.graph)
+    symbols = zip(symbols_of(values), numbers, strict=True)
+    known = {symbol: number for symbol, number in symbols if number is not None}
+
+    def replaced(value: Any) -> Any:
+        if not known.keys() & symbols_of([value]):
+            return value
+        if isinstance(value, torch.SymInt):
+            return with_numbers(value, known)
+        sizes = [with_numbers(size, known) for size in value.shape]
+        strides = [with_numbers(step, known) for step in value.stride()]
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+    if not known:
+        return values
+    with inputs_mode(graph.graph):
+        return [replaced(value) for value in values]
 
 
 def size_positions(graph: Graph) -> tuple[int, ...]:

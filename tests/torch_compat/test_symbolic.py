@@ -72,6 +72,16 @@ def test_the_traced_number_of_a_size():
     assert symbolic.traced_size(3) == 3
 
 
+def test_a_size_in_which_some_symbols_are_numbers():
+    _, (one, other) = sizes()
+    numbers = {symbolic.expression_of(one): 1}
+    assert symbolic.with_numbers(3, numbers) == 3
+    fixed = symbolic.with_numbers(2 * one + 1, numbers)
+    assert (type(fixed), fixed) == (int, 3)
+    mixed = symbolic.with_numbers(2 * one + other, numbers)
+    assert symbolic.expression_of(mixed) == symbolic.expression_of(other) + 2
+
+
 def test_arithmetic_is_written_into_a_graph():
     s = sympy.Symbol("s", integer=True, positive=True)
     graph = Graph()

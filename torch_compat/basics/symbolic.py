@@ -34,6 +34,18 @@ def traced_size(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
+def with_numbers(
+    size: int | torch.SymInt, numbers: Mapping[sympy.Symbol, int]
+) -> int | torch.SymInt:
+    """A size in which some symbols are numbers."""
+    if isinstance(size, int):
+        return size
+    expression = expression_of(size).subs(numbers)
+    if expression.is_number:
+        return int(expression)
+    return size.node.shape_env.create_symintnode(expression, hint=traced_size(size))
+
+
 def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
     """State that two sizes are always equal: their symbols become one."""
     torch._check(one == other)  # type: ignore[no-untyped-call]

@@ -158,6 +158,18 @@ def check(prepared, model, expected):
     return modes
 
 
+@pytest.mark.parametrize("most", [1, 16])
+def test_code_for_one_token_alone_reads_no_other_rows(tmp_path, most):
+    """Where torch asks of experts whether there is one token, or no step has more."""
+    model = Model(attends, experts=3, layers=1)
+    sizes = {"max_num_tokens": most, "max_num_reqs": most, "capture_sizes": (1,)}
+    settings = config(tmp_path, GraphMode.NONE).changed(**sizes, **{"codegen.partition": "graph"})
+    prepared = prepare(copy.deepcopy(model), settings, backend=strict_backend())
+    for size in {1, most}:
+        x, slots = torch.randn(size, WIDTH), torch.arange(size) + 1
+        right_step(prepared, model, x, slots, torch.ones(size))
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.heavy] * (k != "decoder")) for k in KINDS]
 )
@@ -165,7 +177,9 @@ def test_results_and_state_are_the_models(tmp_path, kind):
     original, per_layer = KINDS[kind]
     model = copy.deepcopy(original)
     cold = prepare(model, config(tmp_path, GraphMode.NONE), backend=strict_backend())
-    assert cold.report()["counters"]["inductor_compiles"] == 1
+    ranges = cold.report()["pieces"]["ranges"]  # experts take one token in code of its own
+    assert cold.report()["counters"]["inductor_compiles"] == len(ranges)
+    assert ranges == ([[1, 1], [2, 16]] if kind == "experts" else [[1, 16]])
     assert cold.compiled.plan.piece_uses() == [0]
     for mode in (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL):
         settings = config(tmp_path, mode)
