@@ -5,7 +5,7 @@ Data only: nothing is compiled, loaded or stored here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -34,16 +34,13 @@ class Job:
     """None for what has no description: it is not stored."""
     served: list[Json]
     """The served range of each symbol of the piece, by first appearance."""
+    numbers: list[int | None]
+    """Of each symbol the number that it has in this code, None if it is any that is served."""
 
     @property
     def span(self) -> tuple[int, int]:
         """The token counts that the code is for, inclusive."""
         return self.size or self.interval.low, self.size or self.interval.high
-
-    @property
-    def numbers(self) -> list[int | None]:
-        """Of each symbol of the piece the number that it has in this code, None if it is any."""
-        return [self.size or number for number in _numbers(self.served)]
 
     def names(self) -> dict[str, Any]:
         """The piece, as events name it."""
@@ -89,14 +86,12 @@ def _jobs(split: SplitModel, interval: CompileRange, machine: Key | None) -> Ite
         labels = [str(split.guards.label(symbol)) for symbol in symbols]
         passes = passes_up_to(split.config.passes, interval.high if symbols else None)
         size = interval.low if interval.exact and labels == [TOKENS] else None
-        served = [list(limits[s]) for s in symbols]
+        served = [limits[symbol] for symbol in symbols]
+        fixed = [low if low == high else None for low, high in served]
         key = None
         if machine is not None and unique.obstacle is None:
             with suppress(Undescribable):  # of a pass
-                key = codegen_key(machine, unique.digest, passes, size, _numbers(served))
-        yield Job(unique, interval, passes, size, key, served)
-
-
-def _numbers(served: Sequence[Sequence[int]]) -> list[int | None]:
-    """Of each range the number that it is, None if it has several."""
-    return [low if low == high else None for low, high in served]
+                key = codegen_key(machine, unique.digest, passes, size, fixed)
+        ranges: list[Json] = [list(each) for each in served]
+        numbers = [size or number for number in fixed]
+        yield Job(unique, interval, passes, size, key, ranges, numbers)

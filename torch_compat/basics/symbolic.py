@@ -43,7 +43,10 @@ def with_numbers(
     expression = expression_of(size).subs(numbers)
     if expression.is_number:
         return int(expression)
-    return size.node.shape_env.create_symintnode(expression, hint=traced_size(size))
+    mixed: int | torch.SymInt = size.node.shape_env.create_symintnode(
+        expression, hint=traced_size(size)
+    )
+    return mixed
 
 
 def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
