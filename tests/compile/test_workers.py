@@ -257,9 +257,10 @@ def reply_of(request, split):
 
     def reply_of(index, **changes):
         code = split.config.code
-        graph = split.unique[index].piece.module(split.trace.graph)
+        piece = split.unique[index].piece
+        graph, any_size = piece.module(split.trace.graph), (None,) * len(piece.symbols())
         machine = machine_of(split, "inductor", CPU, machine_key(code, CPU))
-        task = replace(Task(index, dump_piece(graph, {}), machine, ()), **changes)
+        task = replace(Task(index, dump_piece(graph, {}), machine, (), any_size), **changes)
         if request.param != "worker":
             return compile_task(dump_plain(task))
         worker = request.getfixturevalue("worker")
