@@ -92,7 +92,7 @@ def inputs_with_numbers(graph: GraphModule, numbers: Sequence[int | None]) -> li
     symbols = zip(symbols_of(values), numbers, strict=True)
     known = {symbol: number for symbol, number in symbols if number is not None}
 
-    def replaced(value: Any) -> Any:
+    def with_known(value: Any) -> Any:
         if not known.keys() & symbols_of([value]):
             return value
         if isinstance(value, torch.SymInt):
@@ -104,7 +104,7 @@ def inputs_with_numbers(graph: GraphModule, numbers: Sequence[int | None]) -> li
     if not known:
         return values
     with inputs_mode(graph.graph):
-        return [replaced(value) for value in values]
+        return [with_known(value) for value in values]
 
 
 def size_positions(graph: Graph) -> tuple[int, ...]:

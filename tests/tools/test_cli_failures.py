@@ -177,6 +177,9 @@ def test_fitted_sizes_are_those_that_run_takes(library, capsys, tmp_path):
 def test_what_is_refused_is_named_in_one_line(capsys, monkeypatch, tmp_path, arguments, named):
     """No file is written."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "TORCH_TRACE", ""
+    )  # else `--bug-report` sets it for all tests after this one
     assert main([str(EXCERPT) if each == "EXCERPT" else each for each in arguments]) == 2
     captured = capsys.readouterr()
     assert named in captured.err

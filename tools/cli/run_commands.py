@@ -102,7 +102,7 @@ def _traced(folder: Path | None) -> Path | None:
     """Let torch write its trace to `folder`, before other options are read, which may import it."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCH_TRACE", str(folder / "trace"))
+        os.environ.setdefault("TORCH_TRACE", str(folder.absolute() / "trace"))
     return folder
 
 
