@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import LibraryUnusable
-from ...torch_compat.basics.symbolic import expression_of, traced_size
+from ...torch_compat.basics.symbolic import expression_of, traced_size, with_numbers
 from ...torch_compat.basics.tensors import fresh_fake_mode
 from ...torch_compat.compiling.aoti import aoti_compile
 from ..guards.numerics_check import numeric_difference
@@ -62,12 +61,12 @@ def _example_tensors(
     graph: GraphModule, limits: Ranges
 ) -> tuple[list[torch.Tensor], list[dict[int, tuple[str, int, int] | None]]]:
     """Fake tensors with the traced sizes, and the range of each dynamic dimension."""
-    one_size = {symbol: sympy.Integer(low) for symbol, (low, high) in limits.items() if low == high}
+    one_size = {symbol: low for symbol, (low, high) in limits.items() if low == high}
 
     def constant(size: int | torch.SymInt) -> int | None:
         """A size that is the same in all of `limits`, as in code of one compile size."""
-        known = size if isinstance(size, int) else expression_of(size).xreplace(one_size)
-        return int(known) if isinstance(known, int | sympy.Integer) else None
+        known = with_numbers(size, one_size)
+        return known if isinstance(known, int) else None
 
     def example(size: int | torch.SymInt) -> int:
         known = constant(size)

@@ -152,7 +152,7 @@ def tensor_text(value: torch.Tensor) -> str:
 
 def tensor_digest(value: torch.Tensor) -> str:
     """sha256 in hex of a tensor's content."""
-    return hashlib.sha256(as_bytes(value).cpu().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(as_bytes(value.detach().cpu()).numpy().tobytes()).hexdigest()
 
 
 def function_text(function: types.FunctionType) -> str:
